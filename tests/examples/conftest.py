@@ -1,0 +1,27 @@
+"""Examples are scripts, not packages: tests load their files by path."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="session")
+def load_example() -> Callable[[str], ModuleType]:
+    """Import `examples/<path>` under a name of its own."""
+
+    def load(path: str) -> ModuleType:
+        name = "examples_" + path.removesuffix(".py").replace("/", "_")
+        spec = importlib.util.spec_from_file_location(name, EXAMPLES / path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
