@@ -1,0 +1,220 @@
+"""The trainer's process: take a batch, train, publish, checkpoint, say so.
+
+Owns: the model, its optimizer, the checkpoints, and the numbering of versions.
+Consumes: `BatchSource` (the data store), `Publisher` (weight slots and versions.jsonl), `Announcer` (the manager).
+Waits for: the next batch, and nothing else. One request is outstanding while the batch before it is trained; it
+    is made in a thread of its own, so that a stop is seen at once while the answer is still to come.
+Unblocked by: a batch, None (the run is over), or `stop`.
+Invariants:
+    - a version is recorded before it is published, and published before its batch counts as trained;
+    - a checkpoint is written before the `trained` that names it;
+    - after a restart, no version is published below the highest number on record, so that nobody sees weights
+      older than those that work was issued under; the batches up to there are trained again from the checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from laminar.config import Config
+from laminar.errors import ProtocolError
+from laminar.trainer import checkpoint
+from laminar.trainer.lineage import Records
+from laminar.trainer.policy import golden, named_weights
+from laminar.trainer.step import Statistics, TrainState, train_batch
+from laminar.types import Batch, Trained, Version
+
+logger = logging.getLogger(__name__)
+
+STOP_POLL_S = 0.05
+
+
+class BatchSource(Protocol):
+    """The data store. Both calls may be repeated: the same update is answered with the same batch."""
+
+    def next_batch(self, update: int) -> Batch | None:
+        """Block until batch `update` is cut. None: there will be none, the run is over."""
+
+    def trained(self, report: Trained) -> None: ...
+
+
+class Publisher(Protocol):
+    """Weight slots of this machine and the record of versions."""
+
+    def records(self) -> Iterable[tuple[Version, str]]:
+        """Versions ever recorded, with their fingerprints."""
+
+    def digest(self, weights: Iterator[tuple[str, Tensor]]) -> str:
+        """Fingerprint that these weights have once published (in the published dtype)."""
+
+    def append_record(self, version: Version, fingerprint: str) -> None:
+        """Durable on return."""
+
+    def publish(self, version: Version, weights: Iterator[tuple[str, Tensor]], golden: Sequence[float]) -> str:
+        """Copy the weights into a slot; waits for no reader. Returns the fingerprint."""
+
+
+class Announcer(Protocol):
+    """Who is told at once that a version is there."""
+
+    def published(self, version: Version, checkpoint: int) -> None: ...
+
+
+class Stop(Protocol):
+    """A `threading.Event`, or what looks like one."""
+
+    def is_set(self) -> bool: ...
+
+
+class TrainerLoop:
+    """One trainer from its start (version 0 or the newest checkpoint) to the end of the run."""
+
+    def __init__(
+        self,
+        config: Config,
+        state: TrainState,
+        store: BatchSource,
+        publisher: Publisher,
+        manager: Announcer,
+        folder: Path,
+        stop: Stop | None = None,
+        on_iteration: Callable[[Trained], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            config: of the run
+            state: fresh, of version 0; set to the newest checkpoint if there is one
+            store, publisher, manager: see the protocols
+            folder: of the checkpoints
+            stop: looked at between iterations and while waiting for a batch
+            on_iteration: called after each iteration with what the store was told
+        """
+        self._config, self._state, self._store, self._publisher, self._manager = (
+            config,
+            state,
+            store,
+            publisher,
+            manager,
+        )
+        self._folder, self._stop, self._on_iteration = folder, stop or threading.Event(), on_iteration
+        self._records = Records(publisher.records())
+        self._publish_from = self._records.highest_number or 0
+        self._checkpoint = 0
+        if (path := checkpoint.newest(folder)) is not None:
+            checkpoint.restore(path, state)
+            self._checkpoint = state.version.number
+
+    @property
+    def version(self) -> Version:
+        """Of the weights as they are."""
+        return self._state.version
+
+    def run(self) -> bool:
+        """Train until the run is over. False: it was stopped before that, and goes on from a checkpoint."""
+        self._name_weights(self._state.version.number)
+        batches = _Prefetch(self._store.next_batch, self._stop)
+        self._request(batches, self._state.version.number)
+        while not self._stop.is_set() and not self._is_last():
+            waited = time.monotonic()
+            batch = batches.take()
+            if batch is None:
+                break
+            wait_s = time.monotonic() - waited
+            self._request(batches, batch.update + 1)
+            self._iterate(batch, wait_s)
+        batches.close()
+        if self._stop.is_set():
+            return False
+        self._save_if(self._checkpoint != self._state.version.number)
+        return True
+
+    def _request(self, batches: _Prefetch, update: int) -> None:
+        if update != self._config.iterations:
+            batches.request(update)
+
+    def _iterate(self, batch: Batch, wait_s: float) -> None:
+        if batch.update != self._state.version.number:
+            raise ProtocolError(f"batch {batch.update} came while the weights are version {self._state.version}")
+        started = time.monotonic()
+        statistics: Statistics = train_batch(self._state, batch, self._config)
+        trained = time.monotonic()
+        self._name_weights(batch.update + 1)
+        statistics |= {
+            "trainer_wait_s": wait_s,
+            "train_s": trained - started,
+            "publish_stall_s": time.monotonic() - trained,
+        }
+        number = self._state.version.number
+        self._save_if(number % self._config.train.checkpoint_every == 0 or self._is_last())
+        report = Trained(batch.update, self._state.version, self._checkpoint, statistics)
+        self._store.trained(report)
+        if self._on_iteration is not None:
+            self._on_iteration(report)
+
+    def _name_weights(self, number: int) -> None:
+        """Decide which version the weights are, record it if it is new, publish it if nobody has seen a later one."""
+        model = self._state.model
+        fingerprint = self._publisher.digest(named_weights(model))
+        version, is_new = self._records.identify(number, fingerprint)
+        if is_new and version.lineage > self._state.version.lineage:
+            logger.warning("the weights of version %d are not those on record: now %s", number, version)
+        self._state.version = version
+        if is_new:
+            self._publisher.append_record(version, fingerprint)
+            self._records.add(version, fingerprint)
+        if number >= self._publish_from:
+            self._publisher.publish(version, named_weights(model), golden(model, self._config.rollout.dtype))
+            self._manager.published(version, self._checkpoint)
+
+    def _is_last(self) -> bool:
+        return self._state.version.number == self._config.iterations
+
+    def _save_if(self, due: bool) -> None:
+        if due:
+            checkpoint.save(self._folder, self._state)
+            self._checkpoint = self._state.version.number
+
+
+class _Prefetch:
+    """At most one request for a batch at a time, made in a thread that ends with the process."""
+
+    def __init__(self, fetch: Callable[[int], Batch | None], stop: Stop) -> None:
+        self._fetch, self._stop = fetch, stop
+        self._wanted: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._fetched: queue.SimpleQueue[Batch | Exception | None] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name="prefetch", daemon=True).start()
+
+    def request(self, update: int) -> None:
+        self._wanted.put(update)
+
+    def take(self) -> Batch | None:
+        """The answer to the oldest request; None also if stopped. Raises what fetching raised."""
+        while not self._stop.is_set():
+            try:
+                answer = self._fetched.get(timeout=STOP_POLL_S)
+            except queue.Empty:
+                continue
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+        return None
+
+    def close(self) -> None:
+        """End the thread once it has its answer; nobody waits for that."""
+        self._wanted.put(None)
+
+    def _serve(self) -> None:
+        while (update := self._wanted.get()) is not None:
+            try:
+                answer: Batch | Exception | None = self._fetch(update)
+            except Exception as error:  # any: it is raised again where the answer is taken
+                answer = error
+            self._fetched.put(answer)

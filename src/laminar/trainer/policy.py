@@ -1,0 +1,152 @@
+"""The language model as the trainer sees it: log-probs of given tokens, and its weights by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as recompute
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from laminar.errors import ModelError
+from laminar.golden import GOLDEN_LENGTH, golden_ids
+from laminar.trainer.packing import Layout
+
+Dtype = Literal["fp32", "bf16"]
+
+CHUNK_LOGITS = 2**25
+"""Logits held at once. With more, each chunk is computed again in the backward pass."""
+
+
+def load_model(path: Path) -> PreTrainedModel:
+    """Load a causal language model in fp32, with dropout off.
+
+    Raises:
+        ModelError: the folder holds no such model, or one whose logits are not a function of its head that we know
+    """
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            "the model can't be loaded",
+            where=str(path),
+            expected="a Hugging Face causal language model",
+            got=str(error),
+        ) from error
+    model.train(False)  # no dropout; gradients flow all the same
+    ids = _golden_input(model)
+    with torch.no_grad():
+        own = model(ids, use_cache=False).logits[0].float()
+        ours = _logits(model, model.base_model(ids, use_cache=False).last_hidden_state[0])
+    if not torch.allclose(own, ours, atol=1e-4, rtol=1e-4):
+        raise ModelError(
+            f"{type(model).__name__} does something to its logits that the trainer does not know",
+            where=str(path),
+            expected="logits = head(hidden states), with soft-capping or scaling at most",
+            fix="use a plain decoder",
+        )
+    return model
+
+
+def can_share_prompts(model: PreTrainedModel) -> bool:
+    """Whether several responses may lie behind one prompt in a row: attention has to honour a mask of ours."""
+    config = model.config
+    full = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+    return config._attn_implementation == "sdpa" and full and getattr(config, "sliding_window", None) is None
+
+
+def autocast(dtype: Dtype, device: str = "cpu") -> torch.autocast:
+    return torch.autocast(device, dtype=torch.bfloat16, enabled=dtype == "bf16")
+
+
+def token_logprobs(model: PreTrainedModel, layout: Layout, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs of the response tokens of a forward pass: log_softmax(fp32 logits / temperature).
+
+    The head is applied at the positions that predict a response token only, and never to more than
+    `CHUNK_LOGITS` logits at once.
+
+    Returns:
+        Log-probs [T] with gradient if enabled, entropies [T] in nats without.
+    """
+    device = model.device
+    inputs: dict[str, Tensor] = {}
+    if layout.visible is not None and layout.positions is not None:
+        inputs = {
+            "attention_mask": torch.from_numpy(layout.visible).to(device).unsqueeze(1),
+            "position_ids": torch.from_numpy(layout.positions).to(device),
+        }
+    input_ids = torch.from_numpy(layout.input_ids).to(device)
+    hidden = model.base_model(input_ids, use_cache=False, **inputs).last_hidden_state
+    predictors = torch.from_numpy(layout.predictors).to(device)
+    targets = torch.from_numpy(layout.targets).to(device)
+    selected = hidden.flatten(0, 1).index_select(0, predictors)
+
+    rows = max(1, CHUNK_LOGITS // model.config.vocab_size)
+    if len(targets) <= rows:
+        return _head_logprobs(model, selected, targets, temperature)
+    chunks = [
+        recompute(_head_logprobs, model, h, t, temperature, use_reentrant=False)
+        for h, t in zip(torch.split(selected, rows), torch.split(targets, rows), strict=True)
+    ]
+    return torch.cat([logprobs for logprobs, _ in chunks]), torch.cat([entropy for _, entropy in chunks])
+
+
+def _head_logprobs(
+    model: PreTrainedModel, hidden: Tensor, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    logits = _logits(model, hidden)
+    logprobs = torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
+    with torch.no_grad():
+        entropy = torch.special.entr(logprobs.exp()).sum(-1)
+    return logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy
+
+
+def _logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """Logits of hidden states in at least fp32, as the model's own `forward` ends."""
+    config = model.config
+    logits: Tensor = model.get_output_embeddings()(hidden)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
+        logits = torch.tanh(logits / cap) * cap
+    if (factor := getattr(config, "logit_scale", None)) is not None:
+        logits = logits * factor
+    if (divisor := getattr(config, "logits_scaling", None)) is not None:
+        logits = logits / divisor
+    return logits
+
+
+def golden(model: PreTrainedModel, dtype: Dtype) -> list[float]:
+    """Log-probs of the golden ids but the first, each given those before, at temperature 1.
+
+    In bf16 the master weights are rounded by autocast, matrix by matrix, just as publishing rounds them; the
+    rounding of embeddings, norms and activations differs from an engine's and is left to the tolerance.
+
+    Args:
+        model: with fp32 master weights
+        dtype: precision in which weights are published and engines compute
+    """
+    ids = _golden_input(model)
+    with torch.no_grad(), autocast(dtype, model.device.type):
+        logits = _logits(model, model.base_model(ids, use_cache=False).last_hidden_state[0, :-1])
+        logprobs = torch.log_softmax(logits, dim=-1).gather(-1, ids[0, 1:].unsqueeze(-1))
+    return [float(value) for value in logprobs.flatten()]
+
+
+def _golden_input(model: PreTrainedModel) -> Tensor:
+    """[1, G]: the golden ids."""
+    longest = getattr(model.config, "max_position_embeddings", None) or GOLDEN_LENGTH
+    return torch.tensor([golden_ids(model.config.vocab_size, longest)], device=model.device)
+
+
+def named_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Weights under the model's own (unfused Hugging Face) names, in its own order, each tied tensor once.
+
+    The tensors are views of the live weights: copy them before the next optimizer step.
+    """
+    tied = model.all_tied_weights_keys
+    for name, tensor in model.state_dict().items():
+        if name not in tied:
+            yield name, tensor
