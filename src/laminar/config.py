@@ -1,0 +1,389 @@
+"""The config: pydantic models two levels deep, frozen.
+
+One key, one meaning, one default; the docs page is generated from the descriptions below. `None` means
+"no value"; in a TOML file and in an override it is written `none`. Numbers that follow from others are
+properties, never keys.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+
+from laminar.config_help import accepts_none, explain, shown, unsupported
+from laminar.config_source import parse_override, read_toml, set_key, with_absolute_paths
+from laminar.errors import ConfigError, UserError
+
+Dtype = Literal["fp32", "bf16"]
+
+
+class InvalidConfig(ConfigError):
+    """All problems of one config, and of what it names."""
+
+    def __init__(self, problems: Sequence[UserError]) -> None:
+        self.problems = tuple(problems)
+        head = [] if len(problems) == 1 else [f"{len(problems)} problems in the config"]
+        super().__init__("\n".join(head + [str(problem) for problem in problems]))
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _none_is_no_value(cls, value: object, info: ValidationInfo) -> object:
+        optional = info.field_name is not None and accepts_none(cls.model_fields[info.field_name])
+        return None if optional and value == "none" else value
+
+
+class ModelConfig(_Section):
+    path: Path = Field(strict=False, description="Folder with a Hugging Face causal language model and its tokenizer.")
+
+
+class DataConfig(_Section):
+    train: str = Field(
+        description="Training prompts: a `.jsonl` or `.parquet` file, or `module:name` / `path/to/file.py:name` "
+        "of a list or of a callable that returns an iterable of rows."
+    )
+    eval: str | None = Field(None, description="Evaluation prompts, in the same forms. Needed by `[eval]`.")
+    epochs: int | None = Field(None, ge=1, description="Passes over the training prompts; `none` wraps for ever.")
+    prompt_column: str = Field("prompt", description="Column with the prompt: text, or chat messages.")
+    system_prompt: str | None = Field(None, description="Put before each chat prompt that has no system message.")
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, description="Passed on to the chat template.")
+    max_prompt_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Longer prompts go by `overlong_prompt`; `none` = what fits the model beside `max_new_tokens`.",
+    )
+    overlong_prompt: Literal["drop", "truncate", "fail"] = Field(
+        "drop", description="A prompt over the limit is dropped with a reason, cut from the left, or stops the run."
+    )
+    sampler: Literal["fifo"] = Field("fifo", description="Order in which buffered groups are offered to a batch.")
+    last_batch: Literal["train", "drop"] = Field(
+        "train", description="What happens to the groups that are left, fewer than a batch, when the prompts end."
+    )
+
+
+class RewardConfig(_Section):
+    functions: list[str] = Field(
+        min_length=1, description="Reward functions, `path/to/file.py:function` or `module:function`."
+    )
+    weights: list[float] | None = Field(None, description="One weight a function; `none` = all 1.")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for every function.")
+    timeout_s: float = Field(
+        30.0, gt=0, description="Limit for one sample; a group's call gets this times its members."
+    )
+    max_failures: int = Field(
+        10, ge=1, description="Consecutive failed calls, with no success between them, that stop the run."
+    )
+
+
+class RolloutConfig(_Section):
+    engine: Literal["torch"] = Field("torch", description="What generates. `torch` is embedded and runs everywhere.")
+    replicas: int = Field(1, ge=1, le=4096, description="Copies of the model that generate.")
+    threads: int = Field(1, ge=1, description="Compute threads of a replica on CPU.")
+    max_num_seqs: int = Field(32, ge=1, description="Sequences a replica decodes at once.")
+    kv_tokens: int | None = Field(
+        None, ge=1, description="KV cache of a replica in tokens; `none` = enough for `max_num_seqs` full sequences."
+    )
+    dtype: Dtype = Field("fp32", description="Precision of the weights that are published and generated with.")
+    max_new_tokens: int = Field(256, ge=1, description="Longest response in tokens.")
+    temperature: float = Field(1.0, gt=0, description="Sampling temperature; the trainer divides by the same.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Must be 1 for training: a cut distribution biases the loss.")
+    top_k: int = Field(0, ge=-1, description="Must be 0 or -1 (off) for training.")
+    stop: list[str] = Field(default_factory=list, description="Strings that end a response.")
+    exact: bool | None = Field(
+        None,
+        description="Samples do not depend, bit for bit, on what else is in the batch; `none` = on CPU yes, else no.",
+    )
+    golden_tolerance: float | None = Field(
+        None,
+        gt=0,
+        description="Largest difference between trainer and engine log-probs on the golden prompt after a pull; "
+        "`none` = 1e-4 in fp32, 1.0 in bf16.",
+    )
+    admission: Literal["batch"] = Field(
+        "batch",
+        description="How a replica takes work. `batch`: whole groups up to `max_in_flight`, then newer weights.",
+    )
+    max_outstanding_batches: int | None = Field(
+        None,
+        ge=1,
+        description="Bound on groups issued but not yet cut, in batches; `none` = max_staleness + 1, or 3.",
+    )
+    max_in_flight: int | None = Field(
+        None,
+        ge=1,
+        description="Samples a replica takes at a time; `none` = ceil(groups_per_batch / replicas) * group_size.",
+    )
+    stream_interval_s: float = Field(1.0, gt=0, description="How often a replica streams new tokens to the data store.")
+
+
+class TrainConfig(_Section):
+    algorithm: Literal["grpo"] = Field("grpo", description="How advantages are made.")
+    backend: Literal["torch"] = Field("torch", description="What trains.")
+    threads: int = Field(1, ge=1, description="Compute threads of the trainer on CPU.")
+    groups_per_batch: int = Field(8, ge=1, description="Groups in a global batch: one iteration, one new version.")
+    group_size: int = Field(8, ge=1, description="Samples for each prompt.")
+    min_group_size: int | None = Field(
+        None, ge=1, description="Scored members a group needs when others were lost; `none` = min(2, group_size)."
+    )
+    num_mini_batches: int = Field(1, ge=1, description="Optimizer steps an iteration; divides groups_per_batch.")
+    micro_batch_tokens: int = Field(8192, ge=1, description="Tokens in one forward and backward pass.")
+    dtype: Dtype = Field("fp32", description="Autocast precision; master weights and optimizer state stay fp32.")
+    lr: float = Field(1e-6, ge=0, description="AdamW learning rate, constant after the warm-up.")
+    warmup_steps: int = Field(0, ge=0, description="Optimizer steps over which lr rises linearly from 0.")
+    weight_decay: float = Field(0.01, ge=0, description="AdamW weight decay.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradient clipping by global norm.")
+    clip_ratio_low: float = Field(0.2, ge=0, description="Lower clip of the ratio is 1 - this.")
+    clip_ratio_high: float = Field(0.28, ge=0, description="Upper clip of the ratio is 1 + this.")
+    is_cap: float = Field(2.0, gt=0, description="Cap on the importance weight between trainer and behaviour policy.")
+    kl_loss_coef: float = Field(0.0, ge=0, description="Weight of the KL to the reference model; 0 loads none.")
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = Field(
+        "token-mean", description="How token losses become one number."
+    )
+    scale_rewards: Literal["group", "batch", "none"] = Field(
+        "group",
+        description='Divide advantages by the standard deviation of the group, of the batch, or ("none") not at all.',
+    )
+    drop_zero_variance: bool = Field(False, description="Drop groups whose rewards are all equal and issue new ones.")
+    mask_truncated: bool = Field(False, description="Truncated samples leave the loss but stay in the baseline.")
+    checkpoint_every: int = Field(10, ge=1, description="Iterations between checkpoints of the trainer's state.")
+
+
+class EvalConfig(_Section):
+    every: int | None = Field(None, ge=1, description="Evaluate each N versions; `none` = not while training.")
+    before_train: bool = Field(True, description="Evaluate version 0.")
+    after_train: bool = Field(True, description="Evaluate the last version.")
+    temperature: float = Field(0.0, ge=0, description="0 is greedy.")
+    samples_per_prompt: int = Field(1, ge=1, description="Responses for each evaluation prompt.")
+
+
+class RelayConfig(_Section):
+    spare_slots: int | None = Field(
+        None,
+        ge=0,
+        description="Older versions kept while samples need them; `none` = min(max_staleness, 2), or 1 for no bound.",
+    )
+
+
+class FaultsConfig(_Section):
+    heartbeat_s: float = Field(0.5, gt=0, description="How often each process reports to the manager.")
+    suspect_after_s: float = Field(2.0, gt=0, description="Silence after which a process is suspect.")
+    dead_after_s: float = Field(
+        30.0, gt=0, description="Silence, or a stuck engine, after which a process counts as dead."
+    )
+    stall_timeout_s: float = Field(
+        600.0, gt=0, description="After this long with nothing finished the run stops and says what it waits for."
+    )
+
+
+class Config(_Section):
+    """A whole run."""
+
+    schedule: Literal["laminar", "sync"] = Field(
+        "laminar",
+        description="How asynchronous the run is. `sync`: all generate a batch, then all wait for the trainer.",
+    )
+    max_staleness: int | None = Field(
+        4,
+        ge=0,
+        description="Bound on a trajectory's age in versions when it is trained; `none` = no bound (the paper).",
+    )
+    iterations: int | None = Field(None, ge=1, description="Training iterations; this or `data.epochs` must be set.")
+    seed: int = Field(0, ge=0, description="Seeds the order of prompts, sampling and mini-batches.")
+    model: ModelConfig
+    data: DataConfig
+    reward: RewardConfig
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    relay: RelayConfig = Field(default_factory=RelayConfig)
+    faults: FaultsConfig = Field(default_factory=FaultsConfig)
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        if problems := list(_broken_rules(self)):
+            raise InvalidConfig(problems)
+        return self
+
+    @property
+    def staleness_bound(self) -> int | None:
+        """k of the admission rule: what the schedule sets, else `max_staleness`."""
+        return 0 if self.schedule == "sync" else self.max_staleness
+
+    @property
+    def max_outstanding_groups(self) -> int:
+        k = self.staleness_bound
+        batches = self.rollout.max_outstanding_batches or (3 if k is None else k + 1)
+        return batches * self.train.groups_per_batch
+
+    @property
+    def groups_in_flight(self) -> int:
+        """Whole groups a replica takes at a time."""
+        if self.rollout.max_in_flight is None:
+            return -(-self.train.groups_per_batch // self.rollout.replicas)
+        return max(1, self.rollout.max_in_flight // self.train.group_size)
+
+    @property
+    def min_group_size(self) -> int:
+        return self.train.min_group_size or min(2, self.train.group_size)
+
+    @property
+    def spare_slots(self) -> int:
+        if self.relay.spare_slots is not None:
+            return self.relay.spare_slots
+        k = self.staleness_bound
+        return 1 if k is None else min(k, 2)
+
+    @property
+    def num_slots(self) -> int:
+        """Weight slots a relay holds: publishing never blocks on a reader with this many."""
+        return 4 + self.rollout.replicas + self.spare_slots
+
+    @property
+    def exact(self) -> bool:
+        return True if self.rollout.exact is None else self.rollout.exact
+
+    @property
+    def golden_tolerance(self) -> float:
+        if self.rollout.golden_tolerance is not None:
+            return self.rollout.golden_tolerance
+        return 1e-4 if self.rollout.dtype == "fp32" and self.train.dtype == "fp32" else 1.0
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file, apply `a.b=value` overrides, make all paths absolute, check everything but the file system.
+
+    Raises InvalidConfig with every problem that was found.
+    """
+    path = Path(path)
+    return parse(read_toml(path), source=str(path), folder=path.parent, overrides=overrides)
+
+
+def parse(data: Mapping[str, Any], *, source: str, folder: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """As `load`, of data that is at hand. `source` names it in messages; paths in it count from `folder`."""
+    raw = with_absolute_paths(data, Path(folder))
+    changed: set[str] = set()
+    for override in overrides:
+        key, value = parse_override(override)
+        set_key(raw, key, value, override)
+        changed.add(key)
+
+    def located(problem: UserError) -> ConfigError:
+        key = problem.where or ""
+        origin = "override" if any(key == c or c.startswith(f"{key}.") for c in changed) else source
+        return ConfigError(
+            problem.what, where=f"{origin}: {key}", expected=problem.expected, got=problem.got, fix=problem.fix
+        )
+
+    problems: list[UserError] = list(unsupported(raw))
+    refused = {problem.where for problem in problems}
+    try:
+        config = Config.model_validate(raw)
+    except ValidationError as error:
+        problems += [problem for problem in explain(error, Config) if problem.where not in refused]
+    except InvalidConfig as error:
+        problems += error.problems
+    if problems:
+        raise InvalidConfig([located(problem) for problem in problems])
+    return config
+
+
+def dump(config: Config) -> str:
+    """The resolved config as TOML; `load` of it gives an equal config."""
+    return tomli_w.dumps(_toml(config.model_dump()))
+
+
+def _toml(value: Any) -> Any:
+    """Plain TOML values: no value is written `none`."""
+    if isinstance(value, dict):
+        return {key: _toml(inner) for key, inner in value.items()}
+    return "none" if value is None else str(value) if isinstance(value, Path) else value
+
+
+def _broken_rules(config: Config) -> Iterator[ConfigError]:
+    """What the fields alone can't say: rules between keys."""
+    rollout, train, faults = config.rollout, config.train, config.faults
+    if config.iterations is None and config.data.epochs is None:
+        yield ConfigError("the run has no end", where="iterations", fix="set iterations or data.epochs")
+    if train.groups_per_batch % train.num_mini_batches:
+        yield ConfigError(
+            "does not divide train.groups_per_batch",
+            where="train.num_mini_batches",
+            expected=f"a divisor of {train.groups_per_batch}",
+            got=str(train.num_mini_batches),
+        )
+    if train.min_group_size is not None and train.min_group_size > train.group_size:
+        yield ConfigError(
+            "larger than the group",
+            where="train.min_group_size",
+            expected=f"<= train.group_size, {train.group_size}",
+            got=str(train.min_group_size),
+        )
+    if rollout.max_in_flight is not None and rollout.max_in_flight < train.group_size:
+        yield ConfigError(
+            "a replica could not take one group",
+            where="rollout.max_in_flight",
+            expected=f">= train.group_size, {train.group_size}",
+            got=str(rollout.max_in_flight),
+        )
+    longest = rollout.max_new_tokens + (config.data.max_prompt_tokens or 1)
+    if rollout.kv_tokens is not None and rollout.kv_tokens < longest:
+        yield ConfigError(
+            "too small for one sequence",
+            where="rollout.kv_tokens",
+            expected=f">= prompt + rollout.max_new_tokens, {longest}",
+            got=str(rollout.kv_tokens),
+        )
+    if not faults.heartbeat_s < faults.suspect_after_s < faults.dead_after_s:
+        yield ConfigError(
+            "out of order",
+            where="faults.suspect_after_s",
+            expected="heartbeat_s < suspect_after_s < dead_after_s",
+            got=f"{faults.heartbeat_s}, {faults.suspect_after_s}, {faults.dead_after_s}",
+        )
+    if config.data.eval is None and config.eval != EvalConfig():
+        yield ConfigError(
+            "set, but there is nothing to evaluate", where="eval", fix="set data.eval or remove the section [eval]"
+        )
+    yield from _broken_reward_rules(config)
+
+
+def _broken_reward_rules(config: Config) -> Iterator[ConfigError]:
+    reward = config.reward
+    if reward.weights is not None and len(reward.weights) != len(reward.functions):
+        yield ConfigError(
+            "not one weight for each function",
+            where="reward.weights",
+            expected=f"{len(reward.functions)} numbers",
+            got=f"{len(reward.weights)}",
+        )
+    for spec in reward.functions:
+        if not re.fullmatch(r".+:[^\W\d][\w.]*", spec):
+            yield ConfigError(
+                "names no function",
+                where="reward.functions",
+                expected="path/to/file.py:function or module:function",
+                got=shown(spec),
+                fix="write the function as Python; a reward model can be called from it",
+            )
+    for key, table in (
+        ("reward.kwargs", reward.kwargs),
+        ("data.chat_template_kwargs", config.data.chat_template_kwargs),
+    ):
+        for name, value in table.items():
+            try:
+                tomli_w.dumps({name: value})
+            except TypeError:
+                yield ConfigError(
+                    "can't be written to the run's config",
+                    where=f"{key}.{name}",
+                    expected="strings, numbers, booleans, and lists and tables of them",
+                    got=shown(value),
+                )

@@ -1,0 +1,135 @@
+"""What can be known of a run before anything slow starts: the model folder, the data, the reward functions.
+
+Imports no torch, no transformers and no Ray, and loads no weights; it does import the user's own modules.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from laminar.config import Config, InvalidConfig
+from laminar.data.prompts import check_prompt, first_row
+from laminar.data.rewards import check_function, load_functions
+from laminar.errors import DataError, ModelError, UserError
+from laminar.rollout.families import supports
+
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+LENGTH_KEYS = ("max_position_embeddings", "n_positions")
+
+
+def check(config: Config) -> None:
+    """Raises InvalidConfig with everything that `find_problems` finds."""
+    if problems := find_problems(config):
+        raise InvalidConfig(problems)
+
+
+def find_problems(config: Config) -> list[UserError]:
+    """All that would keep a run from starting, as far as files and functions can tell."""
+    return [*_model_problems(config), *_data_problems(config)]
+
+
+def _model_problems(config: Config) -> Iterator[UserError]:
+    folder = config.model.path
+    if not folder.is_dir():
+        yield ModelError(
+            "the model folder is not there",
+            where="model.path",
+            expected="a folder with a Hugging Face causal language model (nothing is downloaded)",
+            got=str(folder),
+            fix=_maker(folder) or "correct the path, or download the model into a folder first",
+        )
+        return
+    for what, patterns in (("weights", WEIGHT_FILES), ("tokenizer", TOKENIZER_FILES)):
+        if not any(any(folder.glob(pattern)) for pattern in patterns):
+            yield ModelError(
+                f"the model folder has no {what}",
+                where="model.path",
+                expected=f"one of {', '.join(patterns)} in {folder}",
+                fix=_maker(folder / "config.json"),
+            )
+    try:
+        model = _read_object(folder / "config.json")
+    except ModelError as error:
+        yield error
+        return
+    if reason := supports(model):
+        yield ModelError(reason, where="model.path", got=str(folder))
+    yield from _length_problems(config, model)
+
+
+def _length_problems(config: Config, model: Mapping[str, Any]) -> Iterator[UserError]:
+    limit = next((model[key] for key in LENGTH_KEYS if isinstance(model.get(key), int)), None)
+    longest = (config.data.max_prompt_tokens or 1) + config.rollout.max_new_tokens
+    if limit is not None and longest > limit:
+        yield ModelError(
+            "the model can't take sequences this long",
+            where="rollout.max_new_tokens",
+            expected=f"prompt and response within the model's {limit} tokens",
+            got=f"{longest} (prompt {config.data.max_prompt_tokens or 'at least 1'}, response "
+            f"{config.rollout.max_new_tokens})",
+            fix="lower rollout.max_new_tokens or data.max_prompt_tokens",
+        )
+
+
+def _data_problems(config: Config) -> Iterator[UserError]:
+    """Datasets and reward functions: the first row must have what the functions ask for."""
+    rows: dict[str, dict[str, Any]] = {}
+    for key, spec in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+        if spec is not None:
+            try:
+                rows[key] = first_row(spec, Path.cwd())
+                _check_first_prompt(config, rows[key], key)
+            except DataError as error:
+                yield error
+    try:
+        functions = load_functions(config.reward.functions, Path.cwd())
+    except UserError as error:
+        yield error
+        return
+    for row in rows.values():
+        for name, function in functions.items():
+            try:
+                check_function(name, function, row.keys(), config.reward.kwargs.keys(), config.data.prompt_column)
+            except UserError as error:
+                yield error
+
+
+def _check_first_prompt(config: Config, row: Mapping[str, Any], key: str) -> None:
+    prompt = check_prompt(dict(row), config.data.prompt_column, f"first row of {key}")
+    folder = config.model.path
+    if not isinstance(prompt, str) and (folder / "tokenizer_config.json").is_file() and not _has_chat_template(folder):
+        raise DataError(
+            "the prompt is chat messages, but the model's tokenizer has no chat template",
+            where=f"first row of {key}",
+            fix="use the model of a chat, or give prompts as text",
+        )
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
+        return True
+    return bool(_read_object(folder / "tokenizer_config.json").get("chat_template"))
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"can't read {path.name}", where="model.path", got=str(error), fix=_maker(path)) from None
+    except ValueError as error:
+        raise ModelError(f"{path.name} is not valid JSON", where="model.path", got=f"{path}: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path.name} holds no JSON object", where="model.path", got=str(path))
+    return value
+
+
+def _maker(missing: Path) -> str | None:
+    """How to make a missing file: a `prepare.py` near it."""
+    for folder in missing.parents[:3]:
+        if (folder / "prepare.py").is_file():
+            return f"run `python {folder / 'prepare.py'}`, which makes it"
+    return None
