@@ -10,7 +10,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le, MinLen
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
@@ -206,8 +206,8 @@ def expectation(field: FieldInfo) -> str:
                 text += f" > {bound}"
             case Le(bound):
                 text += f" and <= {bound}" if " >" in text else f" <= {bound}"
-            case Lt(bound):
-                text += f" and < {bound}" if " >" in text else f" < {bound}"
+            case MinLen(least):
+                text += f", at least {least}"
     return f"{text}, or none" if accepts_none(field) else text
 
 

@@ -1,0 +1,355 @@
+"""The config: one clear message for each mistake (fault 39), overrides, paths, and a file that loads back."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from laminar.config import Config, InvalidConfig, dump, load, parse
+from laminar.config_help import CAPABILITIES, PEER_NAMES, expectation, leaves
+from laminar.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+GOOD = """
+iterations = 3
+
+[model]
+path = "model"
+
+[data]
+train = "rows.jsonl"
+
+[reward]
+functions = ["reward.py:score"]
+"""
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    path = tmp_path / "config.toml"
+    path.write_text(GOOD)
+    return path
+
+
+def only_problem(path: Path, *overrides: str) -> str:
+    with pytest.raises(InvalidConfig) as caught:
+        load(path, overrides)
+    assert len(caught.value.problems) == 1, str(caught.value)
+    return str(caught.value)
+
+
+BAD = [
+    # unknown keys: misspelt, in another section, by a peer's name
+    ("train.group_sise=4", r"train.group_sise: unknown key\n  got: 4\n  fix: did you mean train.group_size\?"),
+    ("rolout.replicas=2", r"rolout: unknown section\n  got: .*\n  fix: did you mean \[rollout\]\?"),
+    ("lr=1e-5", r"lr: unknown key\n  got: 1e-05\n  fix: it belongs elsewhere: train.lr"),
+    ("train.temperature=1", r"fix: it belongs elsewhere: rollout.temperature or eval.temperature"),
+    ("train.num_generations=4", r"fix: it is called train.group_size here"),
+    ("rollout.n=4", r"fix: it is called train.group_size here"),
+    ("max_steps=4", r"fix: it is called iterations here"),
+    ("train.beta=0.1", r"fix: it is called train.kl_loss_coef here"),
+    ("xyzzy=1", r"xyzzy: unknown key\n  got: 1\n  fix: see docs/config.md for all keys"),
+    # wrong types: nothing is converted behind the user's back
+    ("train.lr=fast", r'train.lr: can\'t have this value\n  expected: a number >= 0\n  got: "fast"'),
+    ('train.lr="1e-5"', r"expected: a number >= 0"),
+    ("seed=1.5", r"seed: can't have this value\n  expected: an integer >= 0\n  got: 1.5"),
+    ("seed=true", r"expected: an integer >= 0\n  got: true"),
+    ("rollout.exact=1", r"expected: true or false, or none\n  got: 1"),
+    ("rollout.stop=END", r'expected: a list of strings\n  got: "END"'),
+    ("reward.weights=[1, true]", r"item 1 can't have this value\n  expected: a list of numbers, or none\n  got: true"),
+    ("model=SmolLM2", r'model: can\'t have this value\n  expected: a section\n  got: "SmolLM2"\n  fix: it needs path'),
+    ("train.lr=nan", r"expected: a number >= 0\n  got: NaN"),
+    ("train.group_size=none", r'expected: an integer >= 1\n  got: "none"'),
+    # ranges and choices
+    ("train.group_size=0", r"train.group_size: can't have this value\n  expected: an integer >= 1\n  got: 0"),
+    ("rollout.top_p=1.5", r"expected: a number > 0 and <= 1\n  got: 1.5"),
+    ("rollout.dtype=bf61", r'expected: one of "fp32", "bf16"\n  got: "bf61"\n  fix: did you mean "bf16"\?'),
+    ("reward.functions=[]", r"reward.functions: can't have this value\n  expected: a list of strings, at least 1"),
+    # rules between keys
+    ("iterations=none", r"iterations: the run has no end\n  fix: set iterations or data.epochs"),
+    ("train.num_mini_batches=3", r"train.num_mini_batches: does not divide .*\n  expected: a divisor of 8\n  got: 3"),
+    ("train.min_group_size=9", r"train.min_group_size: larger than the group\n  expected: <= train.group_size, 8"),
+    ("rollout.max_in_flight=7", r"rollout.max_in_flight: .*\n  expected: >= train.group_size, 8\n  got: 7"),
+    ("rollout.kv_tokens=256", r"rollout.kv_tokens: too small .*\n  expected: >= .*, 257\n  got: 256"),
+    ("faults.suspect_after_s=40", r"faults.suspect_after_s: out of order\n.*\n  got: 0.5, 40.0, 30.0"),
+    ("faults.heartbeat_s=2", r"faults.suspect_after_s: out of order"),
+    ("reward.weights=[1, 2]", r"reward.weights: not one weight .*\n  expected: 1 numbers\n  got: 2"),
+    ('reward.functions=["org/reward-model"]', r"reward.functions: names no function\n  expected: path/to/file.py:func"),
+    ("eval.every=5", r"eval: set, but there is nothing to evaluate\n  fix: set data.eval"),
+]
+
+
+@pytest.mark.parametrize(("override", "message"), BAD)
+def test_each_mistake_has_its_one_message(good: Path, override: str, message: str) -> None:
+    """Fault 39."""
+    assert re.search(message, only_problem(good, override)), only_problem(good, override)
+
+
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [
+        ("schedule=one_step", "max_staleness = 1"),
+        ("schedule=partial", 'schedule = "laminar"'),
+        ("rollout.engine=vllm", 'engine = "torch"'),
+        ("rollout.top_p=0.9", "top_p = 1"),
+        ("rollout.top_k=50", "top_k = 0"),
+        ("rollout.admission=fresh", 'admission = "batch"'),
+        ("rollout.repack=true", "remove the key"),
+        ("train.algorithm=dapo", "drop_zero_variance = true"),
+        ("train.backend=fsdp2", 'backend = "torch"'),
+        ("report_to=wandb", "metrics.jsonl"),
+    ],
+)
+def test_what_this_version_can_not_do_is_refused_with_a_remedy(good: Path, override: str, remedy: str) -> None:
+    """Fault 39: one capability table."""
+    message = only_problem(good, override)
+    assert remedy in message.partition("fix: ")[2]
+
+
+@pytest.mark.parametrize("override", ["rollout.top_p=1", "rollout.top_k=0", "rollout.top_k=-1"])
+def test_sampling_from_the_full_distribution_is_allowed(good: Path, override: str) -> None:
+    load(good, [override])
+
+
+@pytest.mark.parametrize("key", ["model", "model.path", "data.train", "reward.functions"])
+def test_a_missing_key_is_named_with_what_it_is_for(good: Path, key: str) -> None:
+    section, _, name = key.partition(".")
+    text = good.read_text()
+    good.write_text(re.sub(rf"\[{section}\]\n.*\n", f"[{section}]\n" if name else "", text))
+    message = only_problem(good)
+    assert f"{good}: {key}: missing" in message
+    assert f"[{section}]" in message.partition("fix: ")[2]
+
+
+def test_all_problems_are_told_at_once(good: Path) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        load(good, ["schedule=stream", "train.lr=-1", "train.learning_rate=1"])
+    assert [problem.where for problem in caught.value.problems] == [
+        "override: schedule",
+        "override: train.lr",
+        "override: train.learning_rate",
+    ]
+    assert str(caught.value).startswith("3 problems in the config\n")
+
+
+def test_a_problem_names_the_file_or_the_override_it_comes_from(good: Path) -> None:
+    good.write_text(GOOD + "[train]\nlr = -1\n")
+    assert only_problem(good).startswith(f"{good}: train.lr: ")
+    assert only_problem(good, "train.lr=-2").startswith("override: train.lr: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model = \n", "not valid TOML"),
+        ("iterations = 3\niterations = 4\n", "not valid TOML"),
+        ("[model]\npath = model\n", "strings need quotes"),
+    ],
+)
+def test_a_file_that_is_not_toml(good: Path, text: str, message: str) -> None:
+    good.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(good)
+    assert "line" in str(caught.value) and str(good) in str(caught.value)
+
+
+def test_a_file_that_can_not_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        load(tmp_path / "nothing.toml")
+    with pytest.raises(ConfigError, match="a folder"):
+        load(tmp_path)
+    (tmp_path / "latin.toml").write_bytes(b"a = '\xe4'")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load(tmp_path / "latin.toml")
+
+
+# ---------------------------------------------------------------- overrides
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "name", "value"),
+    [
+        ("train.lr=1e-5", "train", "lr", 1e-5),
+        ("train.lr=1", "train", "lr", 1.0),
+        ("train.lr = 2e-5", "train", "lr", 2e-5),
+        ("rollout.exact=false", "rollout", "exact", False),
+        ("rollout.exact=none", "rollout", "exact", None),
+        ("rollout.kv_tokens=none", "rollout", "kv_tokens", None),
+        ("data.system_prompt=none", "data", "system_prompt", None),
+        ("data.system_prompt=Be brief.", "data", "system_prompt", "Be brief."),
+        ("data.system_prompt=", "data", "system_prompt", ""),
+        ('data.system_prompt="a = 1"', "data", "system_prompt", "a = 1"),
+        ("data.system_prompt=1\nother=2", "data", "system_prompt", "1\nother=2"),
+        ('rollout.stop=["\\n", "END"]', "rollout", "stop", ["\n", "END"]),
+        ("train.scale_rewards=none", "train", "scale_rewards", "none"),
+        ("reward.kwargs.scale=2", "reward", "kwargs", {"scale": 2}),
+        ("reward.kwargs.deep.er=x", "reward", "kwargs", {"deep": {"er": "x"}}),
+        (
+            "data.chat_template_kwargs={enable_thinking = false}",
+            "data",
+            "chat_template_kwargs",
+            {"enable_thinking": False},
+        ),
+    ],
+)
+def test_overrides(good: Path, override: str, section: str, name: str, value: object) -> None:
+    assert getattr(getattr(load(good, [override]), section), name) == value
+
+
+def test_none_is_not_the_default(good: Path) -> None:
+    assert load(good).max_staleness == 4
+    assert load(good, ["max_staleness=none"]).max_staleness is None
+    good.write_text('max_staleness = "none"\n' + GOOD)
+    assert load(good).max_staleness is None
+
+
+def test_the_last_override_of_a_key_wins(good: Path) -> None:
+    assert load(good, ["seed=1", "seed=2"]).seed == 2
+
+
+@pytest.mark.parametrize("override", ["seed", "=3", "train..lr=1", "train.lr.=1", "a b=1", "iterations.x=1"])
+def test_what_is_no_override(good: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match=r"not an override|not a section") as caught:
+        load(good, [override])
+    assert override in str(caught.value)
+
+
+# ---------------------------------------------------------------- paths
+
+
+def test_paths_count_from_the_file_and_in_overrides_from_here(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "elsewhere"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    config = load(Path("..") / "config.toml")
+    assert config.model.path == tmp_path / "model"
+    assert config.data.train == str(tmp_path / "rows.jsonl")
+    assert config.reward.functions == [f"{tmp_path}/reward.py:score"]
+
+    config = load(
+        Path("..") / "config.toml",
+        ["model.path=other", "data.train=../more.parquet", 'reward.functions=["r.py:f", "pkg.mod:g"]'],
+    )
+    assert config.model.path == here / "other"
+    assert config.data.train == str(tmp_path / "more.parquet")
+    assert config.reward.functions == [f"{here}/r.py:f", "pkg.mod:g"]
+
+
+@pytest.mark.parametrize(
+    ("train", "expected"),
+    [
+        ("pkg.rows:make", "pkg.rows:make"),
+        ("make.py:rows", "{folder}/make.py:rows"),
+        ("objects.pkl:rows", "{folder}/objects.pkl:rows"),
+        ("/abs/rows.jsonl", "/abs/rows.jsonl"),
+        ("~/rows.jsonl", os.path.expanduser("~/rows.jsonl")),
+    ],
+)
+def test_kinds_of_dataset_names(good: Path, train: str, expected: str) -> None:
+    good.write_text(GOOD.replace("rows.jsonl", train))
+    assert load(good).data.train == expected.format(folder=good.parent)
+
+
+# ---------------------------------------------------------------- writing
+
+
+def test_the_resolved_config_loads_back_equal_from_anywhere(good: Path, tmp_path: Path) -> None:
+    config = load(
+        good,
+        ["max_staleness=none", "rollout.exact=true", 'reward.kwargs={a = "none", b = [1, {c = true}]}', "train.lr=1"],
+    )
+    copy = tmp_path / "deep" / "er" / "config.toml"
+    copy.parent.mkdir(parents=True)
+    copy.write_text(dump(config))
+    assert load(copy) == config
+    assert dump(load(copy)) == dump(config)
+
+
+@given(
+    text=st.text(),
+    number=st.floats(min_value=0, allow_nan=False, allow_infinity=False),
+    stop=st.lists(st.text()),
+    kwargs=st.dictionaries(st.text(), st.integers(-(2**63), 2**63 - 1) | st.text() | st.lists(st.booleans())),
+    bound=st.none() | st.integers(0, 10**6),
+)
+def test_whatever_is_in_it_the_config_loads_back_equal(
+    tmp_path_factory: pytest.TempPathFactory,
+    text: str,
+    number: float,
+    stop: list[str],
+    kwargs: dict[str, object],
+    bound: int | None,
+) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    data = {
+        "iterations": 1,
+        "max_staleness": bound,
+        "model": {"path": "m"},
+        "data": {"train": "rows.jsonl", "system_prompt": text},
+        "reward": {"functions": ["r.py:f"], "kwargs": kwargs},
+        "rollout": {"stop": stop},
+        "train": {"lr": number},
+    }
+    config = parse(data, source="test", folder=folder)
+    (folder / "round.toml").write_text(dump(config), encoding="utf-8")
+    assert load(folder / "round.toml") == config
+
+
+def test_a_value_that_toml_can_not_hold_is_refused_when_it_is_given() -> None:
+    data = {
+        "iterations": 1,
+        "model": {"path": "m"},
+        "data": {"train": "rows.jsonl"},
+        "reward": {"functions": ["r.py:f"], "kwargs": {"judge": object()}},
+    }
+    with pytest.raises(InvalidConfig, match=r"Trainer: reward\.kwargs\.judge: can't be written"):
+        parse(data, source="Trainer", folder=".")
+
+
+# ---------------------------------------------------------------- the repository keeps its word
+
+
+def config_files() -> list[Path]:
+    return sorted(path for folder in ("configs", "examples") for path in (ROOT / folder).glob("**/*.toml"))
+
+
+@pytest.mark.parametrize("path", config_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_config_in_the_repository_loads(path: Path) -> None:
+    load(path)
+
+
+def test_the_reference_page_is_up_to_date() -> None:
+    spec = importlib.util.spec_from_file_location("config_reference", ROOT / "scripts" / "config_reference.py")
+    assert spec is not None and spec.loader is not None
+    reference = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(reference)
+    assert reference.PAGE.read_text(encoding="utf-8") == reference.render(), "run scripts/config_reference.py"
+
+
+def test_every_key_has_a_meaning_and_words_for_its_values() -> None:
+    for key, field in leaves(Config).items():
+        assert field.description, key
+        assert expectation(field), key
+
+
+def test_names_of_other_frameworks_lead_to_keys_that_exist() -> None:
+    known = leaves(Config)
+    assert set(PEER_NAMES.values()) <= set(known)
+    assert not set(PEER_NAMES) & {key.rpartition(".")[2] for key in known}
+
+
+def test_capabilities_refuse_no_default(good: Path) -> None:
+    defaults = dump(load(good))
+    for row in CAPABILITIES:
+        name = row.key.rpartition(".")[2]
+        if match := re.search(rf'^{name} = "?([^"\n]*)"?$', defaults, re.MULTILINE):
+            assert not row.value.holds(match[1]), row
