@@ -1,0 +1,28 @@
+"""Weight versions on one machine: published once, checked by the relay, read by every replica."""
+
+from laminar.weights.manifest import Layout, Manifest, TensorRange, fingerprint_of
+from laminar.weights.relay import Manager, Rejected, Relay, RelayBeat, RelayEvent, RelayReply, RelaySettings
+from laminar.weights.store import Lease, NoFreeSlot, Published, Reclaimed, SlotStore, VersionGone
+from laminar.weights.versions import VersionLog, VersionRecord
+
+__all__ = [
+    "Layout",
+    "Lease",
+    "Manager",
+    "Manifest",
+    "NoFreeSlot",
+    "Published",
+    "Reclaimed",
+    "Rejected",
+    "Relay",
+    "RelayBeat",
+    "RelayEvent",
+    "RelayReply",
+    "RelaySettings",
+    "SlotStore",
+    "TensorRange",
+    "VersionGone",
+    "VersionLog",
+    "VersionRecord",
+    "fingerprint_of",
+]

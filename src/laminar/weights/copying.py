@@ -1,0 +1,84 @@
+"""Copies of tensors into and out of weight files, with the digest taken on the way.
+
+A digest after the copy reads everything a second time from memory; taken piece by piece it finds the bytes
+still in the processor's cache. What is digested is always the *destination*, so that a copy that went wrong
+can't have the digest of one that went right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+import xxhash
+
+PIECE_BYTES: Final = 256 * 1024
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor as bytes, shared with it."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def digest_of(memory: memoryview) -> str:
+    """xxh3 of these bytes, hexadecimal: what `copy_in` and `copy_out` return for them."""
+    return xxhash.xxh3_128_hexdigest(memory)
+
+
+def copy_in(tensor: torch.Tensor, target: memoryview, dtype: torch.dtype) -> str:
+    """Writes a tensor of any device and dtype into `target` as `dtype`; returns the digest of what was written.
+
+    `target` has exactly the bytes of the tensor in `dtype`.
+    """
+    if tensor.device.type == "cpu" and tensor.dtype == dtype:
+        return _copy_bytes(bytes_of(tensor), target)
+    digest = xxhash.xxh3_128()
+    if tensor.numel():
+        written = torch.frombuffer(target, dtype=dtype)
+        stop = 0
+        for values in _pieces(tensor, dtype):
+            start, stop = stop, stop + len(values)
+            written[start:stop].copy_(values)
+            digest.update(target[start * dtype.itemsize : stop * dtype.itemsize])
+    return digest.hexdigest()
+
+
+def digest_as(tensor: torch.Tensor, dtype: torch.dtype) -> str:
+    """The digest that `copy_in` would return, without writing anything."""
+    if tensor.device.type == "cpu" and tensor.dtype == dtype:
+        return digest_of(bytes_of(tensor))
+    digest = xxhash.xxh3_128()
+    for values in _pieces(tensor, dtype):
+        digest.update(bytes_of(values.to(device="cpu", dtype=dtype)))
+    return digest.hexdigest()
+
+
+def copy_out(source: memoryview, tensor: torch.Tensor, dtype: torch.dtype) -> str:
+    """Fills a tensor of any device, dtype and strides with the bytes of a `dtype` tensor; returns their digest.
+
+    Where the destination has the same bytes (CPU, `dtype`, contiguous) they are digested there.
+    """
+    if tensor.device.type == "cpu" and tensor.dtype == dtype and tensor.is_contiguous():
+        return _copy_bytes(source, bytes_of(tensor))
+    staging = bytearray(source)
+    if staging:
+        tensor.detach().copy_(torch.frombuffer(staging, dtype=dtype).view(tensor.shape))
+    return digest_of(memoryview(staging))
+
+
+def _copy_bytes(source: memoryview, target: memoryview) -> str:
+    digest = xxhash.xxh3_128()
+    for start in range(0, len(source), PIECE_BYTES):
+        piece = target[start : start + PIECE_BYTES]
+        piece[:] = source[start : start + PIECE_BYTES]
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def _pieces(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Runs of elements, [<= PIECE_BYTES / itemsize of `dtype`] each."""
+    flat = tensor.detach().reshape(-1)
+    step = PIECE_BYTES // dtype.itemsize
+    for start in range(0, len(flat), step):
+        yield flat[start : start + step]
