@@ -1,0 +1,1 @@
+"""Prompts, rewards, and the data store: the one truth for samples."""

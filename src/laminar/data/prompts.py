@@ -1,0 +1,397 @@
+"""Prompts: dataset rows, the order they are drawn in, and their token ids.
+
+Nothing here imports torch or transformers except `load_tokenizer`, so that a config can be checked quickly.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from laminar.config import DataConfig
+from laminar.data.resolve import resolve
+from laminar.errors import DataError, ModelError
+
+Row = dict[str, Any]
+Messages = list[dict[str, Any]]
+Ids = npt.NDArray[np.int32]
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that is used here."""
+
+    bos_token_id: int | None
+    chat_template: Any
+
+    @property
+    def all_special_tokens(self) -> list[str]: ...
+    @property
+    def added_tokens_decoder(self) -> dict[int, Any]: ...
+    def __call__(self, text: str, **kwargs: Any) -> Any: ...
+    def decode(self, token_ids: Any, **kwargs: Any) -> Any: ...
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
+
+
+# ---------------------------------------------------------------- rows
+
+
+def load_rows(spec: str, base_folder: Path) -> Sequence[Row]:
+    """All rows of a dataset: a `.jsonl` or `.parquet` file, or a list or callable named as in `resolve`.
+
+    Nulls of a parquet file become None; blank lines of a JSONL file are skipped.
+    Raises DataError: not there, not readable (with the line), no rows, or a row that has no columns.
+    """
+    rows = list(_iterate(spec, base_folder))
+    if not rows:
+        raise DataError("the dataset has no rows", where=f"`{spec}`")
+    return rows
+
+
+def first_row(spec: str, base_folder: Path) -> Row:
+    """The first row, without reading the others. Raises DataError as `load_rows` does."""
+    row = next(_iterate(spec, base_folder), None)
+    if row is None:
+        raise DataError("the dataset has no rows", where=f"`{spec}`")
+    return row
+
+
+def _iterate(spec: str, base_folder: Path) -> Iterator[Row]:
+    if spec.endswith((".jsonl", ".parquet")):
+        path = (base_folder / spec).resolve()
+        if not path.is_file():
+            raise _missing_file(path)
+        return _jsonl_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path)
+    return _object_rows(resolve(spec, base_folder, error=DataError), spec)
+
+
+def _missing_file(path: Path) -> DataError:
+    makers = [folder / "prepare.py" for folder in (path.parent, path.parent.parent)]
+    maker = next((maker for maker in makers if maker.is_file()), None)
+    return DataError(
+        "the dataset is not there",
+        where=str(path),
+        expected="a `.jsonl` or `.parquet` file",
+        fix="correct the path" if maker is None else f"run `python {maker}`, which makes it",
+    )
+
+
+def _jsonl_rows(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as cause:
+                raise DataError(
+                    f"not valid JSON: {cause.msg} at column {cause.colno}",
+                    where=f"{path}:{number}",
+                    expected="one JSON object a line",
+                    got=repr(line.strip()[:80]),
+                ) from cause
+            yield _checked_row(row, f"{path}:{number}")
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                yield from batch.to_pylist()
+    except pyarrow.ArrowException as cause:
+        raise DataError("not a readable parquet file", where=str(path), got=str(cause)) from cause
+
+
+def _object_rows(found: object, spec: str) -> Iterator[Row]:
+    if callable(found):
+        try:
+            found = found()
+        except Exception as cause:  # the user's code, run once
+            raise DataError(
+                "the dataset's function failed", where=f"`{spec}`", got=f"{type(cause).__name__}: {cause}"
+            ) from cause
+    if not isinstance(found, Iterable) or isinstance(found, (str, bytes, Mapping)):
+        raise DataError(
+            "not a dataset",
+            where=f"`{spec}`",
+            expected="a list of rows, or a callable that returns an iterable of rows",
+            got=type(found).__name__,
+        )
+    for number, row in enumerate(found, start=1):
+        yield _checked_row(row, f"`{spec}`, row {number}")
+
+
+def _checked_row(row: object, where: str) -> Row:
+    if not isinstance(row, Mapping):
+        raise DataError("a row must have named columns", where=where, expected="an object", got=type(row).__name__)
+    return dict(row)
+
+
+def row_to_json(row: Row, where: str) -> str:
+    """The row as JSON; numpy values become numbers and lists, dates ISO text. Raises DataError."""
+    try:
+        return json.dumps(row, ensure_ascii=False, default=_plain)
+    except (TypeError, ValueError) as cause:
+        raise DataError("a column can't be stored as JSON", where=where, got=str(cause)) from cause
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__}")
+
+
+# ---------------------------------------------------------------- token ids
+
+
+def load_tokenizer(model_path: Path) -> Tokenizer:
+    """The tokenizer of a model folder, without the network. Raises ModelError."""
+    from transformers import AutoTokenizer
+
+    if not model_path.is_dir():
+        raise ModelError("the model folder is not there", where=str(model_path), expected="a Hugging Face model folder")
+    try:
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(str(model_path), local_files_only=True)
+    except (OSError, ValueError, KeyError) as cause:
+        raise ModelError(
+            "the model folder has no usable tokenizer",
+            where=str(model_path),
+            expected="the files that `tokenizer.save_pretrained` writes",
+            got=str(cause).splitlines()[0] if str(cause) else type(cause).__name__,
+        ) from cause
+    return tokenizer
+
+
+def check_prompt(row: Row, column: str, where: str) -> str | Messages:
+    """The prompt of a row: text, or chat messages. Raises DataError with the columns or the type found."""
+    if column not in row:
+        raise DataError(
+            f"there is no column `{column}`",
+            where=where,
+            got=f"columns {', '.join(sorted(row)) or '(none)'}",
+            fix="set `data.prompt_column`",
+        )
+    prompt = row[column]
+    if isinstance(prompt, str):
+        if not prompt:
+            raise DataError("the prompt is empty", where=where)
+        return prompt
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise DataError(
+            "not a prompt", where=where, expected="text, or a list of chat messages", got=type(prompt).__name__
+        )
+    if not prompt:
+        raise DataError("the prompt is empty", where=where, expected="at least one chat message")
+    for message in prompt:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise DataError(
+                "not a chat message", where=where, expected='{"role": ..., "content": ...}', got=repr(message)[:200]
+            )
+    return [dict(message) for message in prompt]
+
+
+class PromptEncoder:
+    """From the prompt of a row to the ids a model is given."""
+
+    def __init__(self, tokenizer: Tokenizer, config: DataConfig) -> None:
+        self._tokenizer = tokenizer
+        self._config = config
+        bos = tokenizer.bos_token_id
+        self._bos = bos if bos is not None and _encode(tokenizer, "a", add_special_tokens=True)[:1] == [bos] else None
+        self._specials = _special_tokens(tokenizer)
+
+    def encode(self, row: Row, where: str) -> list[int]:
+        """Ids of the row's prompt, at least one. Raises DataError, with `where` in it."""
+        prompt = check_prompt(row, self._config.prompt_column, where)
+        ids = self._encode_text(prompt) if isinstance(prompt, str) else self._encode_chat(prompt, where)
+        if not ids:
+            raise DataError("the prompt has no tokens", where=where, got=repr(prompt)[:200])
+        return ids
+
+    def truncate(self, ids: list[int], limit: int) -> list[int]:
+        """The last `limit` ids; a BOS that the tokenizer put in front stays."""
+        if self._bos is not None and ids[0] == self._bos and limit > 1:
+            return [self._bos, *ids[len(ids) - limit + 1 :]]
+        return ids[len(ids) - limit :]
+
+    def _encode_text(self, text: str) -> list[int]:
+        ids = _encode(self._tokenizer, text)
+        return ids if self._bos is None or ids[:1] == [self._bos] else [self._bos, *ids]
+
+    def _encode_chat(self, messages: Messages, where: str) -> list[int]:
+        if self._config.system_prompt is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self._config.system_prompt}, *messages]
+        escape = _Escape(self._specials)
+        rendered = self._render(escape.hide(messages), where)
+        ids: list[int] = []
+        for piece, literal in escape.pieces(rendered):
+            ids += _encode(self._tokenizer, piece, **({"split_special_tokens": True} if literal else {}))
+        return ids
+
+    def _render(self, messages: Any, where: str) -> str:
+        from jinja2 import TemplateError
+
+        if not self._tokenizer.chat_template:
+            raise DataError(
+                "the prompt is chat messages, but the tokenizer has no chat template",
+                where=where,
+                fix="use the tokenizer of a chat model, or give prompts as text",
+            )
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, tokenize=False, **self._config.chat_template_kwargs
+                )
+            )
+        except (TemplateError, TypeError) as cause:  # TypeError: a template that joins text with a null
+            raise DataError("the chat template refuses the messages", where=where, got=str(cause)) from cause
+
+
+def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False, **kwargs: Any) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, **kwargs).input_ids
+    return ids
+
+
+_MARK_EDGE = "\U000f5a17"
+"""A private-use character, which stands for nothing in any script."""
+
+
+def _special_tokens(tokenizer: Tokenizer) -> re.Pattern[str]:
+    """Matches what may not be taken from a message as it is: special tokens, and the edge of a mark."""
+    texts = {_MARK_EDGE, *tokenizer.all_special_tokens}
+    texts |= {str(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    # Longest first: of two special tokens that begin alike, the longer is the one the tokenizer takes.
+    ordered = sorted(texts, key=lambda text: (-len(text), text))
+    return re.compile("|".join(map(re.escape, ordered)))
+
+
+class _Escape:
+    """Keeps special tokens that stand in a message's text from becoming special ids.
+
+    Each is replaced by a private-use mark before the template is rendered; the rendered text is cut at the
+    marks, and what they stand for is tokenised as plain text. Without such a token nothing is changed.
+    """
+
+    def __init__(self, specials: re.Pattern[str]) -> None:
+        self._specials = specials
+        self._hidden: dict[str, str] = {}
+
+    def hide(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._specials.sub(self._mark, value)
+        if isinstance(value, Mapping):
+            return {key: self.hide(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.hide(item) for item in value]
+        return value
+
+    def _mark(self, match: re.Match[str]) -> str:
+        mark = f"{_MARK_EDGE}{len(self._hidden)}{_MARK_EDGE}"
+        self._hidden[mark] = match.group()
+        return mark
+
+    def pieces(self, rendered: str) -> Iterator[tuple[str, bool]]:
+        """(text, whether it is to be read as plain text) in order, none empty."""
+        if not self._hidden:
+            yield rendered, False
+            return
+        for piece in re.split(f"({'|'.join(self._hidden)})", rendered):
+            if piece:
+                yield self._hidden.get(piece, piece), piece in self._hidden
+
+
+# ---------------------------------------------------------------- drawing
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One prompt taken from the pool."""
+
+    row_index: int
+    epoch: int
+    row: Row
+    row_json: str
+    prompt_ids: Ids | None
+    """int32 [P]; None when the prompt is over the limit and `overlong_prompt` is `drop`."""
+
+    @property
+    def overlong(self) -> bool:
+        """The prompt can't be used: it counts as drawn and is dropped."""
+        return self.prompt_ids is None
+
+
+class PromptSource:
+    """The prompt pool: what the n-th draw of a run is, a pure function of (rows, config, seed, n).
+
+    `max_prompt_tokens` is the limit in force (`prompt_limit`). Each epoch holds each row exactly once.
+    """
+
+    def __init__(
+        self, rows: Sequence[Row], tokenizer: Tokenizer, config: DataConfig, max_prompt_tokens: int | None, seed: int
+    ) -> None:
+        self._rows = rows
+        self._encoder = PromptEncoder(tokenizer, config)
+        self._config = config
+        self._limit = max_prompt_tokens
+        self._seed = seed
+        self._order: tuple[int, npt.NDArray[np.intp]] | None = None
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def exhausted(self, cursor: int) -> bool:
+        """Whether `data.epochs` passes end before this draw."""
+        return self._config.epochs is not None and cursor >= self._config.epochs * len(self._rows)
+
+    def draw(self, cursor: int) -> Drawn:
+        """Draw number `cursor`, from 0. Raises DataError for a row that can't be used."""
+        epoch, place = divmod(cursor, len(self._rows))
+        return self.take(int(self._epoch_order(epoch)[place]), epoch)
+
+    def take(self, row_index: int, epoch: int = 0) -> Drawn:
+        """Row `row_index` of the dataset as a drawn prompt. Raises DataError for a row that can't be used."""
+        row = self._rows[row_index]
+        where = f"row {row_index + 1} of {len(self._rows)}"
+        ids: list[int] | None = self._encoder.encode(row, where)
+        if self._limit is not None and ids is not None and len(ids) > self._limit:
+            ids = self._overlong(ids, self._limit, where)
+        prompt_ids = None if ids is None else np.asarray(ids, dtype=np.int32)
+        return Drawn(row_index, epoch, row, row_to_json(row, where), prompt_ids)
+
+    def _overlong(self, ids: list[int], limit: int, where: str) -> list[int] | None:
+        if self._config.overlong_prompt == "drop":
+            return None
+        if self._config.overlong_prompt == "truncate":
+            return self._encoder.truncate(ids, limit)
+        raise DataError(
+            "the prompt is too long",
+            where=where,
+            expected=f"at most {limit} tokens",
+            got=f"{len(ids)} tokens",
+            fix='raise `data.max_prompt_tokens`, or set `data.overlong_prompt` to "drop" or "truncate"',
+        )
+
+    def _epoch_order(self, epoch: int) -> npt.NDArray[np.intp]:
+        if self._order is None or self._order[0] != epoch:
+            # Raw words of a counter-based generator: numpy promises that these never change, unlike `permutation`.
+            words = np.random.Philox(key=[self._seed % 2**64, epoch]).random_raw(len(self._rows))
+            self._order = epoch, np.argsort(words, kind="stable")
+        return self._order[1]
+
+
+def prompt_limit(config: DataConfig, context_tokens: int | None, max_new_tokens: int) -> int | None:
+    """Longest usable prompt: `data.max_prompt_tokens`, and what the model's context leaves beside a response."""
+    limits = [config.max_prompt_tokens, None if context_tokens is None else context_tokens - max_new_tokens]
+    return min((limit for limit in limits if limit is not None), default=None)
