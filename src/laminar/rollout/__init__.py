@@ -1,0 +1,1 @@
+"""Generation: the engine interface and the embedded torch engine."""
