@@ -68,8 +68,11 @@ class WorkerClosed(LaminarError):
 
 
 class RewardWorker:
-    """Handle on one worker process. `start` and `call` belong to one thread, which must outlive the
-    process (the kernel kills it with the thread that made it); `close` may be called from any."""
+    """Handle on one worker process.
+
+    `start` and `call` belong to one thread, which must live as long as the process (the kernel kills a worker
+    with the thread that started it); `close` may be called from any.
+    """
 
     def __init__(self, setup: WorkerSetup, log_path: Path) -> None:
         self._setup = setup
@@ -78,10 +81,6 @@ class RewardWorker:
         self._closed = False
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
-
-    @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
 
     def start(self) -> None:
         """Starts the process and waits until it has imported the functions.
@@ -103,7 +102,10 @@ class RewardWorker:
             raise RewardError(message)
 
     def call(self, group: rewards.ScorableGroup, limit_s: float) -> GroupScore:
-        """Scores of the group. Raises CallFailed (the process has been replaced if need be), WorkerClosed."""
+        """Scores of the group. Starts a new process if the last call cost one.
+
+        Raises CallFailed, RewardError as `start` does, and WorkerClosed.
+        """
         if self._process is None:
             self.start()
         message = self._exchange(group, limit_s)
@@ -187,18 +189,17 @@ def main(descriptor: int, parent: int) -> None:
     setup: WorkerSetup = connection.recv()
     sys.path[:] = setup.module_path
     try:
-        loaded = rewards.load_functions(setup.functions, setup.base_folder)
+        functions = rewards.RewardFunctions(
+            rewards.load_functions(setup.functions, setup.base_folder),
+            weights=setup.weights,
+            kwargs=setup.kwargs,
+            prompt_column=setup.prompt_column,
+            max_steps=setup.max_steps,
+            on_call=lambda names: connection.send(("calling", names)),
+        )
     except RewardError as failure:
         connection.send(("answer", str(failure)))
         return
-    functions = rewards.RewardFunctions(
-        loaded,
-        weights=setup.weights,
-        kwargs=setup.kwargs,
-        prompt_column=setup.prompt_column,
-        max_steps=setup.max_steps,
-        on_call=lambda names: connection.send(("calling", names)),
-    )
     connection.send(("answer", True))
     while True:
         try:
