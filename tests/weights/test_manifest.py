@@ -15,7 +15,10 @@ from laminar.types import Version
 from laminar.weights import Layout, Manifest, fingerprint_of
 
 SHAPES = st.lists(
-    st.tuples(st.text(min_size=1, max_size=12), st.lists(st.integers(0, 5), max_size=3).map(tuple)),
+    st.tuples(
+        st.text(min_size=1, max_size=12).filter(lambda name: name != "__metadata__"),
+        st.lists(st.integers(0, 5), max_size=3).map(tuple),
+    ),
     max_size=6,
     unique_by=lambda pair: pair[0],
 )

@@ -19,6 +19,7 @@ from laminar.weights import (
     SlotStore,
     VersionLog,
     VersionRecord,
+    describe,
 )
 from laminar.weights.copying import digest_of
 from tests.weights.conftest import SHAPES, Machine, make_tensors
@@ -241,3 +242,19 @@ def test_relay_attached_to_an_opened_store_shows_to_every_reader(machine: Machin
     assert reader is not None
     machine.publish(0)
     assert reader.newest() == machine.store.newest()
+
+
+@pytest.mark.parametrize(
+    ("event", "text"),
+    [
+        (
+            Reclaimed(V1, was_kept=True),
+            "weights of version 1 were given up for newer ones, though trajectories needed them",
+        ),
+        (Rejected(V1, "too old"), "weights of version 1 are not used: too old"),
+        (Rejected(V1, "bad", ("a", "b")), "weights of version 1 are not used: bad (tensors a, b)"),
+        (Rejected(V1, "bad", tuple("abcd")), "weights of version 1 are not used: bad (tensors a, b, c, ...)"),
+    ],
+)
+def test_events_in_words(event: RelayEvent, text: str) -> None:
+    assert describe(event) == text

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from laminar.errors import StorageError, WeightsError
+from laminar.errors import StorageError, VersionGone, WeightsError
 from laminar.types import SlotRef, Version
-from laminar.weights import Layout, NoFreeSlot, Reclaimed, SlotStore, VersionGone, VersionRecord, store
+from laminar.weights import Layout, NoFreeSlot, Reclaimed, SlotStore, VersionRecord, store
 from tests.weights.conftest import GOLDEN, SHAPES, Machine, make_tensors
 
 V0, V1, V2, V3 = (Version(0, number) for number in range(4))

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from laminar.errors import VersionGone
 from laminar.types import Version
-from laminar.weights import VersionGone
 from laminar.weights.slot import State
 from tests.weights.conftest import Machine, make_tensors
 

@@ -1,8 +1,8 @@
 """Weight versions on one machine: published once, checked by the relay, read by every replica."""
 
 from laminar.weights.manifest import Layout, Manifest, TensorRange, fingerprint_of
-from laminar.weights.relay import Manager, Rejected, Relay, RelayBeat, RelayEvent, RelayReply, RelaySettings
-from laminar.weights.store import Lease, NoFreeSlot, Published, Reclaimed, SlotStore, VersionGone
+from laminar.weights.relay import Manager, Rejected, Relay, RelayBeat, RelayEvent, RelayReply, RelaySettings, describe
+from laminar.weights.store import Lease, NoFreeSlot, Published, Reclaimed, SlotStore
 from laminar.weights.versions import VersionLog, VersionRecord
 
 __all__ = [
@@ -21,8 +21,8 @@ __all__ = [
     "RelaySettings",
     "SlotStore",
     "TensorRange",
-    "VersionGone",
     "VersionLog",
     "VersionRecord",
+    "describe",
     "fingerprint_of",
 ]

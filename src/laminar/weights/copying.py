@@ -7,7 +7,6 @@ can't have the digest of one that went right.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final
 
 import torch
@@ -35,12 +34,12 @@ def copy_in(tensor: torch.Tensor, target: memoryview, dtype: torch.dtype) -> str
         return _copy_bytes(bytes_of(tensor), target)
     digest = xxhash.xxh3_128()
     if tensor.numel():
-        written = torch.frombuffer(target, dtype=dtype)
-        stop = 0
-        for values in _pieces(tensor, dtype):
-            start, stop = stop, stop + len(values)
-            written[start:stop].copy_(values)
-            digest.update(target[start * dtype.itemsize : stop * dtype.itemsize])
+        pieces = torch.frombuffer(target, dtype=dtype).split(PIECE_BYTES // dtype.itemsize)
+        start = 0
+        for piece, values in zip(pieces, _pieces(tensor, dtype), strict=True):
+            piece.copy_(values)
+            digest.update(target[start : start + PIECE_BYTES])
+            start += PIECE_BYTES
     return digest.hexdigest()
 
 
@@ -49,8 +48,9 @@ def digest_as(tensor: torch.Tensor, dtype: torch.dtype) -> str:
     if tensor.device.type == "cpu" and tensor.dtype == dtype:
         return digest_of(bytes_of(tensor))
     digest = xxhash.xxh3_128()
+    staging = torch.empty(PIECE_BYTES // dtype.itemsize, dtype=dtype)
     for values in _pieces(tensor, dtype):
-        digest.update(bytes_of(values.to(device="cpu", dtype=dtype)))
+        digest.update(bytes_of(staging[: len(values)].copy_(values)))
     return digest.hexdigest()
 
 
@@ -76,9 +76,7 @@ def _copy_bytes(source: memoryview, target: memoryview) -> str:
     return digest.hexdigest()
 
 
-def _pieces(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """Runs of elements, [<= PIECE_BYTES / itemsize of `dtype`] each."""
-    flat = tensor.detach().reshape(-1)
-    step = PIECE_BYTES // dtype.itemsize
-    for start in range(0, len(flat), step):
-        yield flat[start : start + step]
+def _pieces(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Runs of elements, [<= PIECE_BYTES / itemsize of `dtype`] each; one empty run of an empty tensor."""
+    pieces: tuple[torch.Tensor, ...] = tensor.detach().reshape(-1).split(PIECE_BYTES // dtype.itemsize)
+    return pieces

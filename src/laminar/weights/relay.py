@@ -40,6 +40,14 @@ class Rejected:
 RelayEvent = Rejected | Reclaimed
 
 
+def describe(event: RelayEvent) -> str:
+    """The event as a sentence for people."""
+    if isinstance(event, Reclaimed):
+        return f"weights of version {event.version} were given up for newer ones, though trajectories needed them"
+    tensors = f" (tensors {', '.join(event.tensors[:3])}{', ...' if len(event.tensors) > 3 else ''})"
+    return f"weights of version {event.version} are not used: {event.reason}{tensors if event.tensors else ''}"
+
+
 @dataclass(frozen=True, slots=True)
 class RelayBeat:
     """What a relay tells the manager: absolute sets, so that a lost beat loses nothing but events."""
@@ -105,12 +113,15 @@ class Relay:
         store = self._attach()
         if store is None:
             return False
-        is_checked = any(self._check(store, slot) for slot in store.written())
-        whole = frozenset(store.whole())
+        states = store.states()
+        whole = frozenset(state.version for _, state in states if state.state is State.WHOLE)
         lost, self._last_whole = self._last_whole - whole, whole
-        for version in sorted(lost & store.kept()):
-            self._report(Reclaimed(version, was_kept=True))
-        return is_checked or bool(lost)
+        if lost:
+            for version in sorted(lost & store.kept()):
+                self._report(Reclaimed(version, was_kept=True))
+        written = [(state.version, slot) for slot, state in states if state.state is State.WRITTEN]
+        newest_first = sorted(written, key=lambda pair: pair[0], reverse=True)
+        return any(self._check(store, slot) for _, slot in newest_first) or bool(lost)
 
     def prefault(self) -> bool:
         """Brings some more pages of the slots into memory, so that publishing touches no fresh ones.

@@ -25,17 +25,13 @@ from typing import Final
 import psutil
 import torch
 
-from laminar.errors import StorageError, WeightsError
+from laminar.errors import StorageError, VersionGone, WeightsError
 from laminar.types import SlotRef, Version
 from laminar.weights.copying import copy_in, copy_out, digest_as, digest_of
 from laminar.weights.manifest import Layout, Manifest, fingerprint_of
 from laminar.weights.slot import Lock, Slot, SlotState, State, replace_text
 
 _HELD: Final = (State.WRITTEN, State.WHOLE)
-
-
-class VersionGone(WeightsError):
-    """The version was given up, or is being given up, since it was looked for. Look for the newest again."""
 
 
 class NoFreeSlot(WeightsError):
@@ -73,6 +69,11 @@ class Lease:
         self.manifest = manifest
         self._slot = slot
 
+    @property
+    def golden(self) -> tuple[float, ...]:
+        """The trainer's log-probs on the golden prompt; empty when the version has none."""
+        return self.manifest.golden
+
     def tensors(self, *, verify: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """Views on the slot, name by name in the order of the layout, without a copy.
 
@@ -94,21 +95,21 @@ class Lease:
             flat = torch.frombuffer(source, dtype=dtype) if source else torch.empty(0, dtype=dtype)
             yield entry.name, flat.view(entry.shape)
 
-    def copy_into(self, dest: Mapping[str, torch.Tensor]) -> None:
+    def copy_into(self, destination: Mapping[str, torch.Tensor]) -> None:
         """Copies the version into tensors of the same names and shapes, and checks what arrived.
 
         Fastest into contiguous CPU tensors of the published dtype.
 
         Raises:
             WeightsError: a name or shape differs (nothing is copied then), or the bytes are not those of the
-                version (`dest` must not be used then).
+                version (`destination` is spoilt then).
         """
-        _check_tensors(self.layout, {name: tensor.shape for name, tensor in dest.items()})
+        _check_tensors(self.layout, {name: tensor.shape for name, tensor in destination.items()})
         memory = self._slot.memory()
         bad = []
         for entry, digest in zip(self.layout, self.manifest.digests, strict=True):
             source = memory[entry.start : entry.stop]
-            if copy_out(source, dest[entry.name], self.layout.torch_dtype) != digest:
+            if copy_out(source, destination[entry.name], self.layout.torch_dtype) != digest:
                 bad.append(entry.name)
         if bad:
             raise WeightsError(_differs(self.manifest.version, bad))
@@ -187,8 +188,7 @@ class SlotStore:
                 The slot is then free again.
         """
         start = time.perf_counter()
-        for slot in self.slots:
-            state = slot.read()
+        for slot, state in self.states():
             if state.version == version and state.state in _HELD:
                 digests = self._digests(tensors)
                 if fingerprint_of(digests) != state.fingerprint:
@@ -224,8 +224,7 @@ class SlotStore:
     def num_free(self) -> int:
         """Slots that a publish could take now without giving up a kept version, leases left out of account."""
         protected = self.kept() | set(self.whole()[-1:])
-        states = [slot.read() for slot in self.slots]
-        return sum(state.state not in _HELD or state.version not in protected for state in states)
+        return sum(state.state not in _HELD or state.version not in protected for _, state in self.states())
 
     def prefault(self) -> bool:
         """Brings some more pages of the slots into memory and into this process; false once all are there.
@@ -252,7 +251,7 @@ class SlotStore:
 
         Versions order by lineage first, so those of a retired lineage are the oldest.
         """
-        states = [(slot, slot.read()) for slot in self.slots]
+        states = self.states()
         newest = max((state.version for _, state in states if state.state is State.WHOLE), default=None)
         free = [(slot, state) for slot, state in states if state.state not in _HELD]
         held = [(slot, state) for slot, state in states if state.state in _HELD and state.version != newest]
@@ -282,29 +281,26 @@ class SlotStore:
 
     def whole(self) -> tuple[Version, ...]:
         """The versions that readers may use, oldest first."""
-        return tuple(sorted(state.version for _, state in self._in_state(State.WHOLE)))
-
-    def written(self) -> list[Slot]:
-        """Slots whose version waits to be checked, newest first."""
-        pairs = sorted(self._in_state(State.WRITTEN), key=lambda pair: pair[1].version, reverse=True)
-        return [slot for slot, _ in pairs]
+        return tuple(sorted(state.version for _, state in self.states() if state.state is State.WHOLE))
 
     def newest(self) -> SlotRef | None:
         """The newest whole version, or None."""
-        pairs = self._in_state(State.WHOLE)
-        return self._ref(*max(pairs, key=lambda pair: pair[1].version)) if pairs else None
+        whole = [(slot, state) for slot, state in self.states() if state.state is State.WHOLE]
+        return self._ref(*max(whole, key=lambda pair: pair[1].version)) if whole else None
 
     def find(self, version: Version) -> SlotRef | None:
         """This version if it is whole, or None."""
-        pairs = [pair for pair in self._in_state(State.WHOLE) if pair[1].version == version]
-        return self._ref(*pairs[0]) if pairs else None
+        for slot, state in self.states():
+            if state.state is State.WHOLE and state.version == version:
+                return self._ref(slot, state)
+        return None
 
     @contextmanager
     def lease(self, ref: SlotRef) -> Iterator[Lease]:
         """Holds a version so that it can't be overwritten. The kernel ends the lease if the process dies.
 
         Raises:
-            VersionGone: its slot was given to another version.
+            VersionGone: its slot was given, or is being given, to another version.
         """
         slot = next((slot for slot in self.slots if str(slot.path) == ref.path), None)
         if slot is None:
@@ -315,9 +311,9 @@ class SlotStore:
                 raise VersionGone(f"version {ref.version} is no longer in {ref.path}")
             yield Lease(self.layout, slot, slot.read_manifest())
 
-    def _in_state(self, wanted: State) -> list[tuple[Slot, SlotState]]:
-        states = ((slot, slot.read()) for slot in self.slots)
-        return [(slot, state) for slot, state in states if state.state is wanted]
+    def states(self) -> list[tuple[Slot, SlotState]]:
+        """What each slot holds at this moment, shown or not."""
+        return [(slot, slot.read()) for slot in self.slots]
 
     def _ref(self, slot: Slot, state: SlotState) -> SlotRef:
         return SlotRef(str(slot.path), state.version, state.fingerprint, self.layout.dtype)
