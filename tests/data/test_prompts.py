@@ -30,7 +30,7 @@ from laminar.data.prompts import (
     prompt_limit,
     row_to_json,
 )
-from laminar.errors import DataError, ModelError
+from laminar.errors import ConfigError, DataError, ModelError
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
@@ -381,6 +381,11 @@ def test_overlong_prompts_are_dropped_or_fail_by_policy() -> None:
 )
 def test_prompt_limit(configured: int | None, context: int | None, expected: int | None) -> None:
     assert prompt_limit(config(max_prompt_tokens=configured), context, 32) == expected
+
+
+def test_no_room_for_a_prompt() -> None:
+    with pytest.raises(ConfigError, match="rollout.max_new_tokens: a response of this length leaves no room"):
+        prompt_limit(config(), 32, 32)
 
 
 # ---------------------------------------------------------------- the tokenizer of a model folder

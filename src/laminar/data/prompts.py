@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from laminar.config import DataConfig
 from laminar.data.resolve import resolve
-from laminar.errors import DataError, ModelError
+from laminar.errors import ConfigError, DataError, ModelError
 
 Row = dict[str, Any]
 Messages = list[dict[str, Any]]
@@ -392,6 +392,17 @@ class PromptSource:
 
 
 def prompt_limit(config: DataConfig, context_tokens: int | None, max_new_tokens: int) -> int | None:
-    """Longest usable prompt: `data.max_prompt_tokens`, and what the model's context leaves beside a response."""
+    """Longest usable prompt: `data.max_prompt_tokens`, and what the model's context leaves beside a response.
+
+    None = no limit. Raises ConfigError when a response leaves no room for any prompt.
+    """
     limits = [config.max_prompt_tokens, None if context_tokens is None else context_tokens - max_new_tokens]
-    return min((limit for limit in limits if limit is not None), default=None)
+    limit = min((limit for limit in limits if limit is not None), default=None)
+    if limit is not None and limit < 1:
+        raise ConfigError(
+            "a response of this length leaves no room for a prompt",
+            where="rollout.max_new_tokens",
+            expected=f"less than the model's context of {context_tokens} tokens",
+            got=str(max_new_tokens),
+        )
+    return limit
