@@ -1,0 +1,91 @@
+"""The folder of a run: names of what is in it, and how it is written so that a crash leaves no half-truth."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from laminar.errors import StorageError
+
+
+class RunFolder:
+    """Paths of one run. Creating the object touches nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.resolve()
+        self.config = self.path / "config.toml"
+        self.run = self.path / "run.json"
+        self.processes = self.path / "processes.json"
+        self.versions = self.path / "versions.jsonl"
+        self.events = self.path / "events"
+        self.metrics = self.path / "metrics.jsonl"
+        self.evals = self.path / "eval.jsonl"
+        self.database = self.path / "data.sqlite"
+        self.lock = self.path / "lock"
+        self.checkpoints = self.path / "checkpoints"
+        self.logs = self.path / "logs"
+        self.export = self.path / "export"
+        self.user_code = self.path / "user_code.pkl"
+
+    def create(self) -> None:
+        """Make the folder and what must be in it. Raises StorageError if that can't be done."""
+        try:
+            for folder in (self.path, self.events, self.checkpoints, self.logs):
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(
+                f"the run folder can't be made: {error.strerror}",
+                where=str(self.path),
+                fix="give another one with --run-dir",
+            ) from error
+
+    def expect_run(self) -> None:
+        """Raises StorageError unless a run was begun here."""
+        if not self.config.is_file():
+            raise StorageError(
+                "this is not the folder of a run: it has no config.toml",
+                where=str(self.path),
+                fix="give the folder that `laminar train` printed",
+            )
+
+    @property
+    def tag(self) -> str:
+        """Short name of this run on this machine, the same after a resume: for shared memory and for the sweep."""
+        return hashlib.sha256(str(self.path).encode()).hexdigest()[:12]
+
+    def slots(self, node: str) -> Path:
+        """Where the relay of `node` keeps weights: shared memory, which all nodes on one machine share."""
+        return Path("/dev/shm") / f"laminar-{self.tag}-{node}"
+
+
+def write_atomic(path: Path, text: str) -> None:
+    """Replace `path` by `text`: readers see the old or the new, never half."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def write_json(path: Path, value: object) -> None:
+    write_atomic(path, json.dumps(value, indent=2) + "\n")
+
+
+def read_json(path: Path, default: Any = None) -> Any:
+    """What is in `path`; `default` if there is no such file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return default
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a JSONL file. A last line without its end (a crash in mid-write) is left out."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            if line.endswith("\n"):
+                yield json.loads(line)
