@@ -1,0 +1,1 @@
+"""Decisions, pure: time and randomness come in as arguments, commands and reasons go out."""

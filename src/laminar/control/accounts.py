@@ -1,0 +1,455 @@
+"""The account of every group and sample that is not yet trained or dropped.
+
+One body of bookkeeping for two drivers: the data store applies these operations inside the SQLite transaction that
+changes the data and writes the rows named in `touched`; the simulator keeps only this. States follow the tables of
+`control.ledger`; an illegal step raises and changes nothing. Events for the manager collect in `events`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from laminar.control import ledger, staleness
+from laminar.control.events import (
+    Buffered,
+    CutMade,
+    Dropped,
+    EvalDone,
+    Exhausted,
+    Finished,
+    Issued,
+    Orphaned,
+    StoreEvent,
+)
+from laminar.errors import ProtocolError
+from laminar.types import SampleId, Settings, Version
+
+
+@dataclass(slots=True)
+class Sample:
+    id: SampleId
+    state: str = "new"
+    attempt: int = 0
+    owner: str | None = None
+    incarnation: int = 0
+    owner_epoch: int = 0
+    version: Version = Version(0, 0)
+    length: int = 0
+    """Response tokens stored."""
+    finish_reason: str | None = None
+    reward: float | None = None
+    reason: str | None = None
+    """Why it was dropped."""
+    staleness_generation: int | None = None
+
+
+@dataclass(slots=True)
+class Group:
+    id: int
+    kind: str
+    """`train` or `eval`"""
+    cursor: int
+    """Draw number in the prompt pool (train) or row of the evaluation set (eval)."""
+    version: Version
+    deadline: int | None
+    samples: list[Sample] = field(default_factory=list)
+    state: str = "new"
+    update: int | None = None
+    part: int | None = None
+    reason: str | None = None
+    buffered_order: int | None = None
+
+    def members(self, *states: str) -> list[Sample]:
+        return [s for s in self.samples if s.state in states]
+
+
+@dataclass(slots=True)
+class Cut:
+    """One part of batch `update`: these groups in this order, for ever."""
+
+    update: int
+    part: int
+    num_parts: int
+    groups: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class EvalRound:
+    """One evaluation of one version: rows `issued` of `settings.eval_groups` have been given out."""
+
+    version: Version
+    issued: int = 0
+    open_groups: int = 0
+    rewards: list[float] = field(default_factory=list)
+
+
+Order = Callable[[Sequence[Group]], Sequence[Group]]
+"""A sampler: buffered groups in the order in which they are offered to a batch."""
+
+
+class Accounts:
+    """State of all live groups, the cuts, and totals of what has left. Single-threaded."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.groups: dict[int, Group] = {}
+        """Groups that are neither trained nor dropped."""
+        self.cuts: dict[tuple[int, int], Cut] = {}
+        """Cuts not yet trained."""
+        self.next_group = 0
+        """Id of the next group."""
+        self.cursor = 0
+        """Draws from the prompt pool so far."""
+        self.buffered_count = 0
+        self.update = 0
+        """u: the lowest batch not fully cut."""
+        self.part = 0
+        """The part of batch u to be cut next."""
+        self.trained_version = 0
+        self.cut_groups = 0
+        """Groups in standing cuts, trained ones included."""
+        self.exhausted = False
+        self.eval_rounds: dict[Version, EvalRound] = {}
+        self.dropped: Counter[str] = Counter()
+        """Samples of training groups dropped, by reason."""
+        self.cancelled: list[tuple[str, int, SampleId, int]] = []
+        """(replica, incarnation, sample, owner epoch) that have to be told to forget a sample."""
+        self.events: list[StoreEvent] = []
+        self.touched: set[int] = set()
+        """Groups whose rows have to be written."""
+
+    # ------------------------------------------------------------ views
+
+    def live(self) -> Iterator[Group]:
+        """Training groups issued, not dropped, not in a standing cut."""
+        return (g for g in self.groups.values() if g.kind == "train" and g.state in ("issued", "finished", "buffered"))
+
+    @property
+    def num_live(self) -> int:
+        return sum(1 for _ in self.live())
+
+    def room(self, version: Version) -> int:
+        """Groups that may be issued now under `version`."""
+        return 0 if self.exhausted else staleness.room(self.settings, version.number, self.num_live, self.cut_groups)
+
+    def sample(self, sample: SampleId) -> Sample | None:
+        group = self.groups.get(sample.group)
+        return group.samples[sample.index] if group else None
+
+    def owned(self, replica: str, incarnation: int, *states: str) -> Iterator[Sample]:
+        for group in self.groups.values():
+            for s in group.samples:
+                if s.owner == replica and s.incarnation == incarnation and s.state in states:
+                    yield s
+
+    def unfinished(self) -> Iterator[Sample]:
+        for group in self.groups.values():
+            yield from group.members("issued", "running", "orphan")
+
+    # ------------------------------------------------------------ issue
+
+    def issue(
+        self, replica: str, incarnation: int, version: Version, kind: str = "train", cursor: int | None = None
+    ) -> Group:
+        """Give one whole group to a replica. The caller has asked `room` (train) in the same transaction."""
+        settings = self.settings
+        train = kind == "train"
+        group = Group(
+            id=self.next_group,
+            kind=kind,
+            cursor=self.cursor if cursor is None else cursor,
+            version=version,
+            deadline=staleness.deadline(version.number, settings.max_staleness) if train else None,
+        )
+        self.next_group += 1
+        if train:
+            self.cursor += 1
+        self._group_step(group, "issue")
+        for index in range(settings.group_size if train else settings.eval_group_size):
+            sample = Sample(SampleId(group.id, index))
+            self._sample_step(sample, "issue")
+            sample.owner, sample.incarnation, sample.version = replica, incarnation, version
+            group.samples.append(sample)
+        self.groups[group.id] = group
+        return group
+
+    def issue_eval(self, replica: str, incarnation: int, version: Version, count: int) -> list[Group]:
+        """Give up to `count` rows of the evaluation of `version` to a replica that holds it."""
+        round_ = self.eval_rounds.setdefault(version, EvalRound(version))
+        groups = []
+        for _ in range(min(count, self.settings.eval_groups - round_.issued)):
+            groups.append(self.issue(replica, incarnation, version, kind="eval", cursor=round_.issued))
+            round_.issued += 1
+            round_.open_groups += 1
+        return groups
+
+    def drop_group(self, group: Group, reason: str) -> None:
+        """Give a whole group up, whatever its members do."""
+        for s in group.samples:
+            if s.state not in ledger.TERMINAL:
+                self._drop_sample(s, reason)
+        self._group_step(group, "drop")
+        group.reason = reason
+        self.events.append(Dropped((), (group.id,), reason))
+        if group.kind == "eval":
+            self._evaluated(group)
+
+    def report_issued(
+        self, replica: str, incarnation: int, version: Version, groups: Sequence[Group], kind: str
+    ) -> None:
+        """Tell the manager how a grant was used, even if by nothing."""
+        samples = tuple(s.id for g in groups for s in g.samples)
+        self.events.append(
+            Issued(replica, incarnation, version, kind, tuple(g.id for g in groups), samples, restarted=False)
+        )
+
+    def exhaust(self) -> None:
+        """The prompt pool has ended."""
+        if not self.exhausted:
+            self.exhausted = True
+            self.events.append(Exhausted())
+
+    # ------------------------------------------------------------ generate
+
+    def accept(self, sample_id: SampleId, owner_epoch: int) -> None:
+        """The replica has the work. Late or repeated news is ignored."""
+        if (s := self._current(sample_id, owner_epoch)) and s.state in ("issued", "running"):
+            self._sample_step(s, "accept")
+
+    def append(self, sample_id: SampleId, owner_epoch: int, start: int, length: int) -> bool | None:
+        """Whether `length` new tokens at `start` are to be stored: False for a resend of stored ones, None if the
+        sender does not own the sample (any more).
+
+        Raises ProtocolError if the owner leaves a gap or overlaps.
+        """
+        s = self._current(sample_id, owner_epoch)
+        if s is None or s.state not in ("issued", "running"):
+            return None
+        if start + length <= s.length:
+            return False
+        if start != s.length:
+            raise ProtocolError(f"tokens for {sample_id} start at {start}, {s.length} are stored")
+        s.length += length
+        self.touched.add(sample_id.group)
+        return True
+
+    def finish(self, sample_id: SampleId, owner_epoch: int, length: int, reason: str) -> bool:
+        """The whole response is stored. False for a repeat. Raises ProtocolError if tokens are missing."""
+        s = self._current(sample_id, owner_epoch)
+        if s is None or s.state not in ("issued", "running"):
+            return False
+        if length != s.length:
+            raise ProtocolError(f"{sample_id} ends at {length}, {s.length} tokens are stored")
+        self._sample_step(s, "finish")
+        s.finish_reason = reason
+        s.staleness_generation = max(0, self.trained_version - s.version.number)
+        self.events.append(Finished((s.id,)))
+        self._settle(self.groups[sample_id.group])
+        return True
+
+    def drop(self, sample_id: SampleId, reason: str, owner_epoch: int | None = None) -> bool:
+        """Give a sample up. With `owner_epoch`, only if that owner still has it. False if there was nothing to drop."""
+        s = self.sample(sample_id) if owner_epoch is None else self._current(sample_id, owner_epoch)
+        if s is None or s.state in ledger.TERMINAL:
+            return False
+        self._drop_sample(s, reason)
+        self._settle(self.groups[sample_id.group])
+        return True
+
+    def orphan(self, sample: Sample) -> None:
+        """The owner is gone: whatever it still says is refused from here on."""
+        self._sample_step(sample, "orphan")
+        sample.owner, sample.owner_epoch = None, sample.owner_epoch + 1
+        self.events.append(Orphaned((sample.id,), sample.version))
+
+    def restart(self, replica: str, incarnation: int, version: Version, samples: Iterable[SampleId]) -> list[Sample]:
+        """Begin orphans anew, from the prompt, under a version not older than theirs. The group keeps its deadline."""
+        restarted = []
+        for sample_id in samples:
+            s = self.sample(sample_id)
+            if s is None or s.state != "orphan" or version.number < s.version.number:
+                continue
+            self._sample_step(s, "restart")
+            s.attempt += 1
+            s.owner_epoch += 1
+            s.owner, s.incarnation, s.version, s.length = replica, incarnation, version, 0
+            restarted.append(s)
+        ids = tuple(s.id for s in restarted)
+        self.events.append(Issued(replica, incarnation, version, "train", (), ids, restarted=True))
+        return restarted
+
+    # ------------------------------------------------------------ score
+
+    def score(self, sample_id: SampleId, attempt: int, reward: float | None, failure: str | None) -> bool:
+        """Record a score; the first one wins. `reward` None without `failure`: no function had an opinion."""
+        s = self.sample(sample_id)
+        if s is None or s.state != "finished" or s.attempt != attempt:
+            return False
+        if failure is not None or reward is None:
+            self._drop_sample(s, failure or "reward_none")
+        else:
+            self._sample_step(s, "score")
+            s.reward = reward
+        self._settle(self.groups[sample_id.group])
+        return True
+
+    def unscored(self) -> Iterator[Group]:
+        return (g for g in self.groups.values() if g.state == "finished")
+
+    # ------------------------------------------------------------ cut and train
+
+    def cut_next(self, order: Order) -> Cut | None:
+        """Make the next part of batch u if the rules allow it now; None = wait.
+
+        A batch is short only when the prompts have ended; with `last_batch = "drop"` its groups go instead.
+        """
+        settings = self.settings
+        batch = settings.groups_per_batch
+        num_parts = settings.num_mini_batches if settings.schedule == "stream" else 1
+        if settings.iterations is not None and self.update >= settings.iterations:
+            return None
+        size = batch // num_parts
+        empty = batch - self.part * size
+        live = list(self.live())
+        if self.exhausted and len(live) < empty:
+            if settings.last_batch == "drop":
+                for group in live:
+                    self.drop_group(group, "data_exhausted")
+                return None
+            size = empty = len(live)
+            num_parts = self.part + 1
+            if not live:
+                return None
+        buffered = order([g for g in live if g.state == "buffered"])
+        choice = staleness.choose(
+            self.update, batch, empty, size, ((g.id, g.deadline) for g in live), [g.id for g in buffered]
+        )
+        if choice.groups is None:
+            return None
+        cut = Cut(self.update, self.part, num_parts, choice.groups)
+        self.cuts[cut.update, cut.part] = cut
+        for group_id in cut.groups:
+            group = self.groups[group_id]
+            self._group_step(group, "cut")
+            group.update, group.part = cut.update, cut.part
+        self.cut_groups += len(cut.groups)
+        self.part += 1
+        if self.part >= num_parts:
+            self.update, self.part = self.update + 1, 0
+        self.events.append(CutMade(cut.update, cut.part, cut.groups))
+        return cut
+
+    @property
+    def over(self) -> bool:
+        """No further batch will be cut."""
+        settings = self.settings
+        done = settings.iterations is not None and self.update >= settings.iterations
+        return done or (self.exhausted and self.num_live == 0)
+
+    def train(self, update: int) -> list[Group] | None:
+        """Cut `update` is in the weights. The groups that were in it; None for a repeat."""
+        cuts = [c for c in self.cuts.values() if c.update == update]
+        if not cuts:
+            return None
+        groups = []
+        for cut in sorted(cuts, key=lambda c: c.part):
+            del self.cuts[cut.update, cut.part]
+            for group_id in cut.groups:
+                group = self.groups[group_id]
+                self._group_step(group, "train")
+                for s in group.members("scored"):
+                    self._sample_step(s, "train")
+                groups.append(group)
+        self.trained_version = max(self.trained_version, update + 1)
+        return groups
+
+    def complete(self) -> None:
+        """The run is over as planned: what is left has nothing to wait for."""
+        for group in list(self.groups.values()):
+            if group.state not in ledger.TERMINAL:
+                self.drop_group(group, "run_ended")
+
+    def drain_events(self) -> list[StoreEvent]:
+        """Events since the last call, neighbours of one kind merged: the manager thinks in batches of ids."""
+        merged: list[StoreEvent] = []
+        for event in self.events:
+            last = merged[-1] if merged else None
+            if isinstance(event, Finished) and isinstance(last, Finished):
+                merged[-1] = Finished(last.samples + event.samples)
+            elif isinstance(event, Dropped) and isinstance(last, Dropped) and event.reason == last.reason:
+                merged[-1] = Dropped(last.samples + event.samples, last.groups + event.groups, event.reason)
+            else:
+                merged.append(event)
+        self.events.clear()
+        return merged
+
+    def forget_terminal(self) -> None:
+        """Let go of groups that have ended, once their rows are written."""
+        for group_id in sorted(self.touched):
+            if (g := self.groups.get(group_id)) and g.state in ledger.TERMINAL:
+                del self.groups[group_id]
+        self.touched.clear()
+
+    # ------------------------------------------------------------ steps
+
+    def _current(self, sample_id: SampleId, owner_epoch: int) -> Sample | None:
+        s = self.sample(sample_id)
+        return s if s is not None and s.owner_epoch == owner_epoch and s.owner is not None else None
+
+    def _sample_step(self, sample: Sample, event: str) -> None:
+        sample.state = ledger.step(ledger.SAMPLE, sample.state, event, sample.id)
+        self.touched.add(sample.id.group)
+
+    def _group_step(self, group: Group, event: str) -> None:
+        group.state = ledger.step(ledger.GROUP, group.state, event, f"group {group.id}")
+        self.touched.add(group.id)
+
+    def _drop_sample(self, sample: Sample, reason: str) -> None:
+        if sample.owner is not None and sample.state in ("issued", "running"):
+            self.cancelled.append((sample.owner, sample.incarnation, sample.id, sample.owner_epoch))
+        self._sample_step(sample, "drop")
+        sample.reason = reason
+        group = self.groups[sample.id.group]
+        if group.kind == "train":
+            self.dropped[reason] += 1
+        self.events.append(Dropped((sample.id,), (), reason))
+
+    def _settle(self, group: Group) -> None:
+        """Move a group on after one of its members changed."""
+        lost = len(group.members("dropped"))
+        need = self.settings.min_group_size if group.kind == "train" else 1
+        if len(group.samples) - lost < need:
+            if group.state not in ledger.TERMINAL:
+                self.drop_group(group, "group_incomplete")
+            return
+        if group.state == "issued" and not group.members("issued", "running", "orphan"):
+            self._group_step(group, "finish")
+        if group.state == "finished" and not group.members("finished"):
+            if group.kind == "eval":
+                self._group_step(group, "evaluate")
+                for s in group.members("scored"):
+                    self._sample_step(s, "train")
+                self._evaluated(group)
+            elif self.settings.drop_zero_variance and self._zero_variance(group):
+                self.drop_group(group, "zero_variance")
+            else:
+                self._group_step(group, "score")
+                self.buffered_count += 1
+                group.buffered_order = self.buffered_count
+                self.events.append(Buffered((group.id,)))
+
+    @staticmethod
+    def _zero_variance(group: Group) -> bool:
+        rewards = [s.reward for s in group.members("scored") if s.reward is not None]
+        return min(rewards) == max(rewards)
+
+    def _evaluated(self, group: Group) -> None:
+        round_ = self.eval_rounds.get(group.version)
+        if round_ is None:
+            return
+        round_.rewards += [s.reward for s in group.samples if s.reward is not None]
+        round_.open_groups -= 1
+        if round_.open_groups == 0 and round_.issued >= self.settings.eval_groups:
+            self.events.append(EvalDone(group.version))

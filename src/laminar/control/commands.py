@@ -1,0 +1,121 @@
+"""What the manager wants done. Plain data, carried in replies, each with the reason why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from laminar.types import SampleId, Version
+
+# ---------------------------------------------------------------- to a replica
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Load this version from the relay of your machine; only an empty replica is told so."""
+
+    replica: str
+    incarnation: int
+    version: Version
+    reason: str
+
+
+# ---------------------------------------------------------------- to the data store
+
+
+@dataclass(frozen=True, slots=True)
+class Issue:
+    """Give the replica up to `num_groups` new groups: an upper bound, the data store asks the rule again."""
+
+    replica: str
+    incarnation: int
+    version: Version
+    num_groups: int
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Begin these orphans anew at the replica."""
+
+    replica: str
+    incarnation: int
+    version: Version
+    samples: tuple[SampleId, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUpEval:
+    """The evaluation of this version can't be finished: nobody holds its weights any more."""
+
+    version: Version
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """The run is over as planned: account for what is left."""
+
+    reason: str
+
+
+# ---------------------------------------------------------------- to a relay
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """The whole set of versions worth keeping beside the newest."""
+
+    relay: str
+    versions: tuple[Version, ...]
+    reason: str
+
+
+# ---------------------------------------------------------------- to anybody
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Return from `run`. To one process of a role, or (id "*") all of it."""
+
+    role: str
+    id: str
+    reason: str
+
+
+# ---------------------------------------------------------------- to the driver
+
+
+@dataclass(frozen=True, slots=True)
+class EndRun:
+    """`outcome`: `completed`, `failed` or `interrupted`; `message` is for the user."""
+
+    outcome: str
+    message: str
+
+
+Command = Pull | Issue | Restart | GiveUpEval | Complete | Keep | Stop | EndRun
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """A command on its way. Repeated in every reply until a request acknowledges `number`."""
+
+    number: int
+    command: Command
+
+
+def address(command: Command) -> tuple[str, str]:
+    """(role, id) of the process that a command is for."""
+    match command:
+        case Pull():
+            return "replica", command.replica
+        case Issue() | Restart() | GiveUpEval() | Complete():
+            return "datastore", "datastore"
+        case Keep():
+            return "relay", command.relay
+        case Stop():
+            return command.role, command.id
+        case EndRun():
+            return "driver", "driver"

@@ -1,0 +1,189 @@
+"""What can happen, as the manager is told it. Plain data; the event log holds these as JSON.
+
+Processes speak through beats (`ReplicaBeat`, `RelayBeat`, `TrainerBeat`); the data store through `StoreEvent`s,
+which are numbered rows of its outbox; the driver through the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from laminar.types import Load, SampleId, Version
+
+# ---------------------------------------------------------------- beats
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaBeat:
+    """`version` is the only statement "I hold v"."""
+
+    replica: str
+    incarnation: int
+    state: str
+    """`idle`, `generating`, `loading`, `prefilling`"""
+    version: Version | None
+    step: int
+    """The engine's step counter: a beat without progress is not a sign of life."""
+    load: Load = field(default_factory=Load)
+    node: str = ""
+    failed_pulls: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RelayBeat:
+    relay: str
+    incarnation: int
+    node: str
+    whole: tuple[Version, ...]
+    """Versions held whole and verified, oldest first."""
+    free_slots: int
+    problems: tuple[str, ...] = ()
+    """What went wrong since the last beat, for the user."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerBeat:
+    incarnation: int
+    version: Version | None
+    """Newest version written to slots."""
+    checkpoint: int
+    state: str
+    """`starting`, `replaying`, `waiting`, `training`, `done`"""
+
+
+Beat = ReplicaBeat | RelayBeat | TrainerBeat
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passes. Carries the beats that came since the last tick and say nothing new but "still here"."""
+
+    beats: tuple[Beat, ...] = ()
+
+
+# ---------------------------------------------------------------- data store
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """A grant was used by these groups; by none if the rule left no room."""
+
+    replica: str
+    incarnation: int
+    version: Version
+    kind: str
+    groups: tuple[int, ...]
+    samples: tuple[SampleId, ...]
+    restarted: bool
+    """Orphans that begin anew; their groups were issued before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    samples: tuple[SampleId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffered:
+    groups: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CutMade:
+    update: int
+    part: int
+    groups: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CutTrained:
+    update: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    samples: tuple[SampleId, ...]
+    groups: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Orphaned:
+    """Unfinished samples without an owner, last issued under `version`."""
+
+    samples: tuple[SampleId, ...]
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class EvalDone:
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class Exhausted:
+    """The prompt pool has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fatal:
+    """A failure that the user's policy says must stop the run."""
+
+    message: str
+
+
+StoreEvent = Issued | Finished | Buffered | CutMade | CutTrained | Dropped | Orphaned | EvalDone | Exhausted | Fatal
+
+
+@dataclass(frozen=True, slots=True)
+class StoreEvents:
+    """Outbox rows up to number `last`, in order."""
+
+    last: int
+    events: tuple[StoreEvent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """A manager begins its term: the data store's counts at this moment."""
+
+    term: int
+    live: tuple[tuple[int, str], ...] = ()
+    """(group, state) of training groups that are live"""
+    cut_groups: int = 0
+    update: int = 0
+    trained: int = 0
+    """Lowest batch not trained."""
+    orphans: tuple[tuple[SampleId, Version], ...] = ()
+    exhausted: bool = False
+    evals_done: tuple[Version, ...] = ()
+    outbox: int = 0
+
+
+# ---------------------------------------------------------------- driver
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessStarted:
+    role: str
+    id: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessEnded:
+    """The operating system's word. `cause` None: it returned by itself, in order."""
+
+    role: str
+    id: str
+    incarnation: int
+    cause: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequested:
+    reason: str
+
+
+DriverEvent = ProcessStarted | ProcessEnded | StopRequested
+Event = Beat | Tick | StoreEvents | Recovered | DriverEvent

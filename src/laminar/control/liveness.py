@@ -1,0 +1,53 @@
+"""Who is there: silence and stuck engines, judged by the manager's own receipt clock.
+
+A manager that was itself paused must not declare everybody dead, so the length of an unusual gap between two ticks is
+added to every deadline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from laminar.control import ledger
+from laminar.control.state import Process
+from laminar.types import Settings
+
+LONGEST_TICK_S = 1.0
+"""A gap between ticks beyond this is time that the manager itself lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    process: Process
+    state: str
+    reason: str
+
+
+def forgive(processes: Iterable[Process], gap_s: float) -> None:
+    """Extend all deadlines by what a gap of `gap_s` between two ticks is too long."""
+    lost = gap_s - LONGEST_TICK_S
+    if lost > 0:
+        for process in processes:
+            process.heard += lost
+            process.moved += lost
+
+
+def judge(now: float, processes: Iterable[Process], settings: Settings) -> list[Verdict]:
+    """Move processes to `suspect` and say which are to be taken for dead, with the reason.
+
+    A process that has never been heard is starting, which has no limit here: the driver sees it fail.
+    """
+    verdicts = []
+    for process in processes:
+        if process.state not in ("alive", "suspect"):
+            continue
+        silent, stuck = now - process.heard, now - process.moved
+        if silent > settings.dead_after_s:
+            verdicts.append(Verdict(process, "dead", f"silent for {silent:.1f} s"))
+        elif process.role == "replica" and stuck > settings.dead_after_s:
+            verdicts.append(Verdict(process, "dead", f"its engine has not moved for {stuck:.1f} s though it has work"))
+        elif process.state == "alive" and silent > settings.suspect_after_s:
+            process.state = ledger.step(ledger.PROCESS, process.state, "silence", f"{process.role} {process.id}")
+            verdicts.append(Verdict(process, "suspect", f"silent for {silent:.1f} s"))
+    return verdicts

@@ -1,0 +1,211 @@
+"""The manager: one event in, commands out. It composes; each decision lives in its own module.
+
+`handle` is a function of the settings and the events so far, with time as an argument: the event log, fed to a fresh
+manager, gives the same commands (`replay`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from laminar.control import ledger, liveness, schedule
+from laminar.control.commands import Command, Complete, EndRun, Keep, Stop
+from laminar.control.events import (
+    Beat,
+    Event,
+    ProcessEnded,
+    ProcessStarted,
+    Recovered,
+    RelayBeat,
+    ReplicaBeat,
+    StopRequested,
+    StoreEvents,
+    Tick,
+    TrainerBeat,
+)
+from laminar.control.state import Process, State
+from laminar.types import Settings
+
+STOP_ROLES = ("replica", "trainer", "relay", "datastore")
+"""Who is told to stop by a command; the scorer hears it from the data store, the driver ends last."""
+
+
+class Manager:
+    """Decides everything, holds no tokens and no weights."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.state = State(settings)
+        self.schedule = schedule.make(settings)
+        self.ended: EndRun | None = None
+        self.interrupted: str | None = None
+        self.last_tick: float | None = None
+        self.notes: list[str] = []
+        """Lines for the user since they were last taken: who is suspect, what a relay refused."""
+
+    def handle(self, now: float, event: Event) -> list[Command]:
+        """Take in one event at run time `now` (seconds, never decreasing) and say what follows from it."""
+        self._apply(now, event)
+        if self.ended is not None:
+            return []
+        commands = list(self._end_if_over(now))
+        if not commands:
+            commands += self.schedule.plan(self.state)
+            commands += self._keep()
+        return commands
+
+    # ------------------------------------------------------------ taking in
+
+    def _apply(self, now: float, event: Event) -> None:
+        state = self.state
+        match event:
+            case ReplicaBeat() | RelayBeat() | TrainerBeat():
+                self._beat(now, event)
+            case Tick():
+                if self.last_tick is not None:
+                    liveness.forgive(state.processes.values(), now - self.last_tick)
+                self.last_tick = now
+                for beat in event.beats:
+                    self._beat(now, beat)
+            case StoreEvents():
+                for store_event in event.events:
+                    state.store_event(now, store_event)
+                state.outbox = event.last
+            case Recovered():
+                state.recover(now, event)
+            case ProcessStarted():
+                key = event.role, event.id
+                state.processes[key] = Process(event.role, event.id, event.incarnation, heard=now, moved=now)
+            case ProcessEnded():
+                self._process_ended(event)
+            case StopRequested():
+                self.interrupted = self.interrupted or event.reason
+
+    def _beat(self, now: float, beat: Beat) -> None:
+        match beat:
+            case ReplicaBeat():
+                self.state.replica_beat(now, beat)
+            case RelayBeat():
+                self.state.relay_beat(now, beat)
+                self.notes += beat.problems
+            case TrainerBeat():
+                self.state.trainer_beat(now, beat)
+                if beat.version is not None:
+                    schedule.note_published(self.state, beat.version, final=beat.state == "done")
+
+    def _process_ended(self, event: ProcessEnded) -> None:
+        process = self.state.processes.get((event.role, event.id))
+        if process is None or process.incarnation != event.incarnation or process.state in ("dead", "stopped"):
+            return
+        word = "stop" if event.cause is None else "death"
+        process.state = ledger.step(ledger.PROCESS, process.state, word, f"{event.role} {event.id}")
+        if event.cause is not None:
+            self.state.fatal = self.state.fatal or f"{event.role} {event.id} died: {event.cause}"
+        elif event.role != "trainer":
+            self.state.fatal = self.state.fatal or f"{event.role} {event.id} ended before the run did"
+
+    # ------------------------------------------------------------ the end
+
+    def _end_if_over(self, now: float) -> Iterator[Command]:
+        state = self.state
+        for verdict in liveness.judge(now, state.processes.values(), self.settings):
+            line = f"{verdict.process.role} {verdict.process.id} is {verdict.state}: {verdict.reason}"
+            self.notes.append(line)
+            if verdict.state == "dead":
+                state.fatal = state.fatal or line
+        if self.interrupted is not None:
+            yield from self._finish("interrupted", self.interrupted)
+        elif state.fatal is not None:
+            yield from self._finish("failed", state.fatal)
+        elif state.trainer.state == "done":
+            if not schedule.due_evaluations(state):
+                yield Complete("all batches are trained")
+                yield from self._finish("completed", "all batches are trained")
+        elif state.trainer.state != "starting" and now - state.progress_at > self.settings.stall_timeout_s:
+            waits = "\n".join(f"  {line}" for line in waiting_for(state))
+            yield from self._finish("failed", f"nothing has finished for {now - state.progress_at:.0f} s:\n{waits}")
+
+    def _finish(self, outcome: str, message: str) -> Iterator[Command]:
+        self.ended = EndRun(outcome, message)
+        yield self.ended
+        for role in STOP_ROLES:
+            yield Stop(role, "*", message)
+
+    # ------------------------------------------------------------ relays
+
+    def _keep(self) -> Iterator[Command]:
+        """Old versions worth a slot: those that trajectories or evaluations still live under."""
+        state = self.state
+        versions = {r.version for r in state.replicas.values() if r.unfinished and r.version is not None}
+        versions.update(state.orphans.values(), schedule.due_evaluations(state))
+        keep = tuple(sorted(versions))
+        for _, relay in sorted(state.relays.items()):
+            if relay.keep != keep:
+                relay.keep = keep
+                yield Keep(relay.id, keep, "trajectories or evaluations live under them")
+
+
+def waiting_for(state: State) -> list[str]:
+    """Who waits for whom, with ids, in words: what a stalled run has to say."""
+    s = state.settings
+    lines = [f"trainer: {state.trainer.state}; batch {state.update} needs {s.groups_per_batch} buffered groups"]
+    unbuffered = sorted(g for g, word in state.live.items() if word != "buffered")
+    lines.append(f"  {len(state.live) - len(unbuffered)} are buffered, these are not finished: {_some(unbuffered)}")
+    for replica in sorted(state.replicas.values(), key=lambda r: r.id):
+        text = f"replica {replica.id}: {replica.activity}, version {replica.version}"
+        if replica.pulling is not None:
+            text += f", pulling {replica.pulling}"
+        if replica.unfinished:
+            text += f", has {len(replica.unfinished)} unfinished: {_some([f'{g}/{i}' for g, i in replica.unfinished])}"
+        elif replica.version is not None:
+            text += f", room for {state.room(replica.version)} groups under its version"
+        lines.append(text)
+    if state.orphans:
+        lines.append(f"without an owner: {_some([f'{g}/{i}' for g, i in sorted(state.orphans)])}")
+    if not state.relays or not any(r.whole for r in state.relays.values()):
+        lines.append("no relay has whole weights yet")
+    return lines
+
+
+def _some(ids: Iterable[object], most: int = 12) -> str:
+    ids = list(ids)
+    text = ", ".join(str(i) for i in ids[:most]) or "none"
+    return text if len(ids) <= most else f"{text} and {len(ids) - most} more"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One line of the event log."""
+
+    now: float
+    event: Event
+    commands: tuple[Command, ...]
+
+
+def is_news(last: Beat | None, beat: Beat) -> bool:
+    """Whether a beat says more than "still here", so that it is handled at once instead of in the next tick."""
+    match beat:
+        case ReplicaBeat():
+            return not isinstance(last, ReplicaBeat) or (
+                (last.incarnation, last.version, last.failed_pulls)
+                != (beat.incarnation, beat.version, beat.failed_pulls)
+            )
+        case RelayBeat():
+            return not isinstance(last, RelayBeat) or last.whole != beat.whole or bool(beat.problems)
+        case TrainerBeat():
+            return last != beat
+
+
+def replay(settings: Settings, records: Iterable[Record]) -> Iterator[tuple[Record, tuple[Command, ...]]]:
+    """Feed recorded events to a fresh manager; yields each record whose commands differ, with what came out.
+
+    A `Recovered` begins the term of the next manager.
+    """
+    manager = Manager(settings)
+    for record in records:
+        if isinstance(record.event, Recovered):
+            manager = Manager(settings)
+        commands = tuple(manager.handle(record.now, record.event))
+        if commands != record.commands:
+            yield record, commands

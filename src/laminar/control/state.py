@@ -1,0 +1,259 @@
+"""What the manager believes: ids, counts and versions, changed by events alone.
+
+The data store owns the truth about samples; this is a view of it, as old as the last outbox event.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from laminar.control import ledger, staleness
+from laminar.control.events import (
+    Buffered,
+    CutMade,
+    CutTrained,
+    Dropped,
+    EvalDone,
+    Exhausted,
+    Fatal,
+    Finished,
+    Issued,
+    Orphaned,
+    Recovered,
+    RelayBeat,
+    ReplicaBeat,
+    StoreEvent,
+    TrainerBeat,
+)
+from laminar.types import Load, SampleId, Settings, Version
+
+
+@dataclass(slots=True)
+class Process:
+    """Liveness of one process; times are the manager's."""
+
+    role: str
+    id: str
+    incarnation: int
+    state: str = "starting"
+    heard: float = 0.0
+    """When its last beat came."""
+    moved: float = 0.0
+    """When its step counter last changed, or it last had nothing to do."""
+    step: int = 0
+
+
+@dataclass(slots=True)
+class Replica:
+    id: str
+    incarnation: int
+    activity: str = "starting"
+    version: Version | None = None
+    node: str = ""
+    load: Load = field(default_factory=Load)
+    unfinished: dict[SampleId, None] = field(default_factory=dict)
+    """Samples issued to it and not finished, in the order of issue."""
+    granted: int = 0
+    """Groups the data store has been asked to issue to it and has not answered for."""
+    pulling: Version | None = None
+    failed_pulls: int = 0
+
+    def move(self, event: str) -> None:
+        self.activity = ledger.step(ledger.REPLICA, self.activity, event, self.id)
+
+
+@dataclass(slots=True)
+class Relay:
+    id: str
+    incarnation: int
+    node: str
+    whole: tuple[Version, ...] = ()
+    keep: tuple[Version, ...] = ()
+    """What it was last told to keep."""
+
+
+@dataclass(slots=True)
+class Evaluation:
+    issued: int = 0
+    """Groups given out."""
+    granted: dict[str, int] = field(default_factory=dict)
+    """Groups that the data store has been asked to give to a replica."""
+    done: bool = False
+
+
+class State:
+    """The manager's view of a run."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.processes: dict[tuple[str, str], Process] = {}
+        self.replicas: dict[str, Replica] = {}
+        self.relays: dict[str, Relay] = {}
+        self.trainer = TrainerBeat(0, None, 0, "starting")
+        self.live: dict[int, str] = {}
+        """Training groups issued, not dropped, not cut: group -> `issued` or `buffered`."""
+        self.owners: dict[SampleId, str] = {}
+        self.orphans: dict[SampleId, Version] = {}
+        self.cut_groups = 0
+        self.update = 0
+        self.trained = 0
+        self.exhausted = False
+        self.evaluations: dict[Version, Evaluation] = {}
+        self.fatal: str | None = None
+        self.progress_at = 0.0
+        """When something last finished."""
+        self.outbox = 0
+        """Number of the last store event seen."""
+
+    # ------------------------------------------------------------ views
+
+    @property
+    def granted(self) -> int:
+        return sum(r.granted for r in self.replicas.values())
+
+    def alive(self) -> list[Replica]:
+        """Replicas that may be given work, by id."""
+        return [
+            self.replicas[i]
+            for i in sorted(self.replicas)
+            if self.processes["replica", i].state == "alive" and self.replicas[i].version is not None
+        ]
+
+    def room(self, version: Version) -> int:
+        """Training groups that may be granted under `version`, by this view."""
+        if self.exhausted:
+            return 0
+        return staleness.room(self.settings, version.number, len(self.live) + self.granted, self.cut_groups)
+
+    def newest(self, replica: Replica) -> Version | None:
+        """Newest version whole on the replica's machine."""
+        return max((v for r in self.relays.values() if r.node == replica.node for v in r.whole), default=None)
+
+    def has_version(self, node: str, version: Version) -> bool:
+        return any(version in r.whole for r in self.relays.values() if r.node == node)
+
+    @property
+    def num_unfinished(self) -> int:
+        return sum(len(r.unfinished) for r in self.replicas.values()) + len(self.orphans)
+
+    # ------------------------------------------------------------ beats
+
+    def heard(self, now: float, role: str, id_: str, incarnation: int) -> Process | None:
+        """Note a sign of life. None if it comes from an incarnation that is no longer the current one."""
+        process = self.processes.get((role, id_))
+        if process is None or incarnation > process.incarnation:
+            process = self.processes[role, id_] = Process(role, id_, incarnation, heard=now, moved=now)
+        if incarnation < process.incarnation or process.state in ("dead", "stopped"):
+            return None
+        process.state = ledger.step(ledger.PROCESS, process.state, "beat", f"{role} {id_}")
+        process.heard = now
+        return process
+
+    def replica_beat(self, now: float, beat: ReplicaBeat) -> None:
+        process = self.heard(now, "replica", beat.replica, beat.incarnation)
+        if process is None:
+            return
+        replica = self.replicas.get(beat.replica)
+        if replica is None or replica.incarnation < beat.incarnation:
+            replica = self.replicas[beat.replica] = Replica(beat.replica, beat.incarnation)
+        if beat.step != process.step or not replica.unfinished or beat.state == "loading":
+            process.step, process.moved = beat.step, now
+        replica.node, replica.load = beat.node, beat.load
+        if beat.version is not None and beat.version != replica.version:
+            replica.version = beat.version
+            if replica.activity in ("starting", "pulling", "idle"):
+                replica.move("loaded")
+            replica.pulling = None
+            self.progress_at = now
+        if beat.failed_pulls > replica.failed_pulls:
+            replica.failed_pulls, replica.version = beat.failed_pulls, beat.version
+            if replica.pulling is not None:
+                replica.pulling = None
+                replica.move("failed")
+
+    def relay_beat(self, now: float, beat: RelayBeat) -> None:
+        if self.heard(now, "relay", beat.relay, beat.incarnation) is None:
+            return
+        relay = self.relays.get(beat.relay)
+        if relay is None or relay.incarnation < beat.incarnation:
+            relay = self.relays[beat.relay] = Relay(beat.relay, beat.incarnation, beat.node)
+        relay.whole = beat.whole
+
+    def trainer_beat(self, now: float, beat: TrainerBeat) -> None:
+        if self.heard(now, "trainer", "trainer", beat.incarnation) is None:
+            return
+        if (beat.version, beat.state) != (self.trainer.version, self.trainer.state):
+            self.progress_at = now
+        self.trainer = beat
+
+    # ------------------------------------------------------------ store
+
+    def store_event(self, now: float, event: StoreEvent) -> None:
+        match event:
+            case Issued():
+                self._issued(event)
+            case Finished():
+                self._left(event.samples)
+            case Buffered():
+                self.live.update(dict.fromkeys(event.groups, "buffered"))
+            case CutMade():
+                for group in event.groups:
+                    self.live.pop(group, None)
+                self.cut_groups += len(event.groups)
+                self.update = event.update + 1
+            case CutTrained():
+                self.trained = max(self.trained, event.update + 1)
+            case Dropped():
+                for group in event.groups:
+                    self.live.pop(group, None)
+                self._left(event.samples)
+            case Orphaned():
+                self._left(event.samples)
+                self.orphans.update(dict.fromkeys(event.samples, event.version))
+            case EvalDone():
+                self.evaluations.setdefault(event.version, Evaluation()).done = True
+            case Exhausted():
+                self.exhausted = True
+            case Fatal():
+                self.fatal = event.message
+        if not isinstance(event, Issued):
+            self.progress_at = now
+
+    def _issued(self, event: Issued) -> None:
+        if event.kind == "eval":
+            evaluation = self.evaluations.setdefault(event.version, Evaluation())
+            evaluation.issued += len(event.groups)
+            evaluation.granted.pop(event.replica, None)
+        else:
+            self.live.update(dict.fromkeys(event.groups, "issued"))
+        for sample in event.samples:
+            self.orphans.pop(sample, None)
+        replica = self.replicas.get(event.replica)
+        if replica is None or replica.incarnation != event.incarnation:
+            return
+        replica.granted = 0
+        replica.unfinished.update(dict.fromkeys(event.samples))
+        self.owners.update(dict.fromkeys(event.samples, event.replica))
+        if replica.activity == "granted":
+            replica.move("work" if replica.unfinished else "nothing")
+
+    def _left(self, samples: tuple[SampleId, ...]) -> None:
+        """These samples are with no replica any more."""
+        for sample in samples:
+            self.orphans.pop(sample, None)
+            owner = self.owners.pop(sample, None)
+            replica = self.replicas.get(owner) if owner is not None else None
+            if replica is None:
+                continue
+            replica.unfinished.pop(sample, None)
+            if not replica.unfinished and replica.activity == "generating":
+                replica.move("empty")
+
+    def recover(self, now: float, event: Recovered) -> None:
+        self.live = {group: "buffered" if state == "buffered" else "issued" for group, state in event.live}
+        self.cut_groups, self.update, self.trained = event.cut_groups, event.update, event.trained
+        self.orphans = dict(event.orphans)
+        self.exhausted, self.outbox = event.exhausted, event.outbox
+        for version in event.evals_done:
+            self.evaluations[version] = Evaluation(done=True)
+        self.progress_at = now
