@@ -1,0 +1,68 @@
+"""metrics.jsonl and eval.jsonl: rows live in the database, the files are copies that one writer appends.
+
+A row is stored in the transaction that it describes and appended after the commit. A file that a crash left torn or
+short is rebuilt from the database, so steps never go back and never repeat.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from laminar.control.accounts import Group
+
+Row = dict[str, Any]
+
+
+class RowFile:
+    """An append-only JSONL copy of rows that the database holds."""
+
+    def __init__(self, path: Path, rows: Iterable[Row]) -> None:
+        """Make the file say what `rows` (the database) say, touching it only if it does not."""
+        self.path = path
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            partial = path.with_suffix(".partial")
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(path)
+
+    def append(self, row: Row) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def stored_rows(db: sqlite3.Connection, table: str) -> list[Row]:
+    return [json.loads(data) for (data,) in db.execute(f"SELECT data FROM {table} ORDER BY version")]
+
+
+def iteration_row(
+    groups: Sequence[Group], update: int, num_tokens: int, rewards: Sequence[dict[str, float | None]]
+) -> Row:
+    """What the data store knows of iteration `update`: sizes, lengths, staleness, rewards by function.
+
+    `rewards` = unweighted rewards by function of each trained sample.
+    """
+    samples = [s for g in groups for s in g.members("trained")]
+    lengths = [s.length for s in samples]
+    generation = [s.staleness_generation or 0 for s in samples]
+    use = [update - s.version.number for s in samples]
+    names = sorted({name for r in rewards for name in r})
+    by_function = {n: [v for r in rewards if (v := r.get(n)) is not None] for n in names}
+    return {
+        "num_samples": len(samples),
+        "num_tokens": num_tokens,
+        "response_tokens_mean": _mean(lengths),
+        "response_tokens_max": max(lengths, default=None),
+        "staleness_generation_mean": _mean(generation),
+        "staleness_generation_max": max(generation, default=None),
+        "staleness_use_mean": _mean(use),
+        "staleness_use_max": max(use, default=None),
+    } | {f"rewards/{name}": _mean(values) for name, values in by_function.items()}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None

@@ -1,0 +1,52 @@
+"""A data store from a config: dataset, tokenizer, sampler, database."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from laminar.config import Config
+from laminar.data.prompts import PromptSource, load_rows, load_tokenizer, prompt_limit
+from laminar.data.samplers import SAMPLERS
+from laminar.data.store import DataStore
+from laminar.errors import StorageError
+from laminar.run_folder import RunFolder
+from laminar.types import Settings
+
+
+def open_store(folder: RunFolder, config: Config, settings: Settings, clock: Callable[[], float]) -> DataStore:
+    """Open the run's store for writing and hold the run's lock for the life of this process.
+
+    Raises StorageError if another process has it, DataError or ModelError for what the config names.
+    """
+    _lock(folder.lock)
+    tokenizer = load_tokenizer(config.model.path)
+    limit = prompt_limit(config.data, _context_tokens(config.model.path), config.rollout.max_new_tokens)
+
+    def source(spec: str) -> PromptSource:
+        return PromptSource(load_rows(spec, folder.path), tokenizer, config.data, limit, config.seed)
+
+    evaluation = source(config.data.eval) if config.data.eval is not None else None
+    return DataStore(folder.path, settings, source(config.data.train), evaluation, SAMPLERS[config.data.sampler], clock)
+
+
+def _context_tokens(model: Path) -> int | None:
+    """Longest sequence of the model, as its config names it."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    return next((config[k] for k in ("max_position_embeddings", "n_positions") if isinstance(config.get(k), int)), None)
+
+
+def _lock(path: Path) -> None:
+    file = path.open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise StorageError(
+            "another process is using this run", where=str(path.parent), fix="wait until it ends, or stop it"
+        ) from None
+    _held_locks.append(file)
+
+
+_held_locks: list[object] = []

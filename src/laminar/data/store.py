@@ -1,0 +1,409 @@
+"""The data store: prompt pool, partial pool and buffer of a run, in one SQLite file.
+
+Owns: the database, the account of all samples (`control.accounts`), the prompt cursor, metrics.jsonl and eval.jsonl.
+Consumes: reports of replicas, scores, the trainer's requests, the manager's commands. One call is one transaction:
+when it returns, what it was told is durable. All calls come from one thread; nothing here waits, callers try again
+when `changes` has moved.
+Invariants: a group is in at most one cut; a cut is for ever; tokens are appended by the current owner only, without
+gaps.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import fmean
+
+from laminar.control import codec
+from laminar.control.accounts import Accounts, Cut, Group, Order, Sample
+from laminar.control.commands import Command, Complete, GiveUpEval, Issue, Restart
+from laminar.control.events import CutTrained, EvalDone, Fatal, Recovered, StoreEvent, StoreEvents
+from laminar.data import schema
+from laminar.data.batches import read_batch
+from laminar.data.metrics import RowFile, iteration_row, stored_rows
+from laminar.data.prompts import Drawn, PromptSource
+from laminar.errors import DataError, StorageError
+from laminar.types import (
+    Batch,
+    GroupScore,
+    ReplicaReply,
+    ReplicaReport,
+    SampleId,
+    ScoreReport,
+    Settings,
+    Trained,
+    UnscoredGroup,
+    UnscoredMember,
+    Version,
+    Work,
+)
+
+KEPT_TEXTS = 1000
+"""Groups whose prompt and completion text stays after training."""
+
+
+class DataStore:
+    """See the module's contract. `folder` is the run folder, `clock` gives run seconds."""
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: Settings,
+        prompts: PromptSource,
+        eval_prompts: PromptSource | None,
+        order: Order,
+        clock: Callable[[], float],
+    ) -> None:
+        self.settings, self.prompts, self.eval_prompts = settings, prompts, eval_prompts
+        self.order, self.clock = order, clock
+        self.changes = 0
+        """Transactions so far: who waits for something looks again when this has moved."""
+        self.db = schema.connect(folder / "data.sqlite")
+        self.term = int(schema.get_meta(self.db, "term", "0")) + 1
+        self.accounts: Accounts = schema.load_accounts(self.db, settings)
+        self.metrics = RowFile(folder / "metrics.jsonl", stored_rows(self.db, "metrics"))
+        self.evals = RowFile(folder / "eval.jsonl", stored_rows(self.db, "evals"))
+        self.refused = 0
+        """Reports from owners that were none any more."""
+        self._mailbox: dict[str, list[SampleId]] = {}
+        self._cancel: dict[tuple[str, int], dict[tuple[SampleId, int], None]] = {}
+        self._handed: tuple[int, set[int]] = (0, set())
+        self._busy_s: dict[tuple[str, int], float] = {}
+        self._last_row = (clock(), 0.0, 0)
+        """Time, busy seconds of all replicas, and dropped samples at the last metrics row."""
+        with self._transaction():
+            schema.set_meta(self.db, "term", self.term)
+            self._recover()
+
+    def _recover(self) -> None:
+        """Nobody owns anything after a start: unfinished samples wait to begin anew, unfinished evaluations end."""
+        for group in list(self.accounts.groups.values()):
+            if group.kind == "eval":
+                self.accounts.drop_group(group, "interrupted")
+        for sample in list(self.accounts.unfinished()):
+            if sample.state != "orphan":
+                self.accounts.orphan(sample)
+        self.accounts.events.clear()
+
+    def recovered(self) -> Recovered:
+        """The counts with which a manager begins its term."""
+        accounts = self.accounts
+        return Recovered(
+            term=self.term,
+            live=tuple((g.id, g.state) for g in accounts.live()),
+            cut_groups=accounts.cut_groups,
+            update=accounts.update,
+            trained=accounts.trained_version,
+            orphans=tuple((s.id, s.version) for s in accounts.unfinished() if s.state == "orphan"),
+            exhausted=accounts.exhausted,
+            evals_done=tuple(Version(*row) for row in self.db.execute("SELECT lineage, version FROM evals")),
+            outbox=self._last_event(),
+        )
+
+    # ------------------------------------------------------------ replicas
+
+    def exchange(self, report: ReplicaReport) -> ReplicaReply:
+        """Take in what a replica has made; answer with its work and with what it should forget. Repeats are no-ops."""
+        key = report.replica, report.incarnation
+        if report.chunks or report.finished or report.failed or report.accepted:
+            with self._transaction():
+                for sample, epoch in report.accepted:
+                    self.accounts.accept(sample, epoch)
+                for chunk in report.chunks:
+                    new = self.accounts.append(chunk.sample, chunk.owner_epoch, chunk.start, len(chunk.mask))
+                    if new is None:
+                        self._refuse(key, chunk.sample, chunk.owner_epoch)
+                    elif new:
+                        self.db.execute(
+                            "INSERT INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                            (*chunk.sample, chunk.start, *chunk.version, chunk.tokens, chunk.logprobs, chunk.mask),
+                        )
+                for end in report.finished:
+                    self.accounts.finish(end.sample, end.owner_epoch, end.length, end.reason)
+                for failure in report.failed:
+                    self.accounts.drop(failure.sample, failure.reason, failure.owner_epoch)
+        self._busy_s[key] = report.busy_s
+        return ReplicaReply(report.sequence, self._work(*key), tuple(self._cancel.pop(key, ())))
+
+    def _refuse(self, key: tuple[str, int], sample: SampleId, epoch: int) -> None:
+        self.refused += 1
+        self._cancel.setdefault(key, {})[sample, epoch] = None
+
+    def _work(self, replica: str, incarnation: int) -> tuple[Work, ...]:
+        """What was issued to this incarnation and has not been accepted, in the order of issue."""
+        waiting = []
+        work = []
+        for sample_id in self._mailbox.get(replica, ()):
+            s = self.accounts.sample(sample_id)
+            if s is None or s.state != "issued" or s.owner != replica or s.incarnation != incarnation:
+                continue
+            waiting.append(sample_id)
+            group = self.accounts.groups[sample_id.group]
+            (prompt,) = self.db.execute("SELECT prompt FROM groups WHERE id = ?", (group.id,)).fetchone()
+            work.append(Work(s.id, s.attempt, s.owner_epoch, s.version, group.kind, prompt))
+        self._mailbox[replica] = waiting
+        return tuple(work)
+
+    # ------------------------------------------------------------ manager
+
+    def apply(self, commands: Sequence[Command]) -> None:
+        """Carry out the manager's commands, each asked again of the rules here, where the truth is."""
+        with self._transaction():
+            for command in commands:
+                match command:
+                    case Issue(kind="eval"):
+                        self._issue_eval(command)
+                    case Issue():
+                        self._issue(command)
+                    case Restart():
+                        self._restart(command)
+                    case GiveUpEval(version=version):
+                        self._give_up_eval(version)
+                    case Complete():
+                        self.accounts.complete()
+
+    def events(self, after: int) -> StoreEvents:
+        """Outbox rows with numbers above `after`; those up to `after` have been seen and are deleted."""
+        self.db.execute("DELETE FROM outbox WHERE id <= ?", (after,))
+        rows = self.db.execute("SELECT id, event FROM outbox ORDER BY id").fetchall()
+        return StoreEvents(rows[-1][0] if rows else after, tuple(codec.decode(json.loads(event)) for _, event in rows))
+
+    def _issue(self, command: Issue) -> None:
+        accounts = self.accounts
+        groups: list[Group] = []
+        overlong = 0
+        while len(groups) < command.num_groups and accounts.room(command.version):
+            if self.prompts.exhausted(accounts.cursor):
+                accounts.exhaust()
+                break
+            drawn = self.prompts.draw(accounts.cursor)
+            group = accounts.issue(command.replica, command.incarnation, command.version)
+            self._save_prompt(group, drawn)
+            if drawn.overlong:
+                accounts.drop_group(group, "prompt_overlong")
+                overlong += 1
+                if overlong > len(self.prompts):
+                    raise DataError("every prompt is longer than the limit", fix="raise `data.max_prompt_tokens`")
+            else:
+                groups.append(group)
+                self._post(command.replica, group.samples)
+        accounts.report_issued(command.replica, command.incarnation, command.version, groups, "train")
+
+    def _issue_eval(self, command: Issue) -> None:
+        assert self.eval_prompts is not None
+        accounts = self.accounts
+        groups = accounts.issue_eval(command.replica, command.incarnation, command.version, command.num_groups)
+        accounts.report_issued(command.replica, command.incarnation, command.version, groups, "eval")
+        for group in groups:
+            drawn = self.eval_prompts.draw(group.cursor)
+            self._save_prompt(group, drawn)
+            if drawn.overlong:
+                accounts.drop_group(group, "prompt_overlong")
+            else:
+                self._post(command.replica, group.samples)
+
+    def _save_prompt(self, group: Group, drawn: Drawn) -> None:
+        schema.save_groups(self.db, [group])
+        prompt = b"" if drawn.prompt_ids is None else drawn.prompt_ids.tobytes()
+        self.db.execute(
+            "UPDATE groups SET data = ?, prompt = ?, prompt_tokens = ? WHERE id = ?",
+            (json.dumps(drawn.row, default=str), prompt, len(prompt) // 4, group.id),
+        )
+
+    def _restart(self, command: Restart) -> None:
+        restarted = self.accounts.restart(command.replica, command.incarnation, command.version, command.samples)
+        self.db.executemany("DELETE FROM chunks WHERE group_id = ? AND idx = ?", [s.id for s in restarted])
+        self._post(command.replica, restarted)
+
+    def _post(self, replica: str, samples: Sequence[Sample]) -> None:
+        self._mailbox.setdefault(replica, []).extend(s.id for s in samples)
+
+    def _give_up_eval(self, version: Version) -> None:
+        for group in list(self.accounts.groups.values()):
+            if group.kind == "eval" and group.version == version:
+                self.accounts.drop_group(group, "version_gone")
+
+    # ------------------------------------------------------------ scorer
+
+    def exchange_scores(self, report: ScoreReport) -> list[UnscoredGroup]:
+        """Record scores (the first of an attempt wins) and hand out up to `want` finished groups not handed out yet.
+
+        A new incarnation of the scorer is handed everything again.
+        """
+        if report.incarnation != self._handed[0]:
+            self._handed = report.incarnation, set()
+        handed = self._handed[1]
+        if report.scores or report.fatal is not None:
+            with self._transaction():
+                for score in report.scores:
+                    self._record_score(score)
+                if report.fatal is not None:
+                    self.accounts.events.append(Fatal(report.fatal))
+        groups: list[UnscoredGroup] = []
+        for group in self.accounts.unscored():
+            if len(groups) >= report.want:
+                break
+            if group.id not in handed:
+                handed.add(group.id)
+                groups.append(self._unscored(group))
+        return groups
+
+    def _record_score(self, score: GroupScore) -> None:
+        self.db.execute("UPDATE groups SET prompt_text = ? WHERE id = ?", (score.prompt_text, score.group))
+        for member in score.members:
+            sample = SampleId(score.group, member.index)
+            if self.accounts.score(sample, member.attempt, member.reward, member.failure):
+                self.db.execute(
+                    "UPDATE samples SET rewards = ?, completion = ? WHERE group_id = ? AND idx = ?",
+                    (json.dumps(member.rewards), member.completion, *sample),
+                )
+
+    def _unscored(self, group: Group) -> UnscoredGroup:
+        row, prompt = self.db.execute("SELECT data, prompt FROM groups WHERE id = ?", (group.id,)).fetchone()
+        members = []
+        for s in group.members("finished"):
+            chunks = self.db.execute("SELECT tokens FROM chunks WHERE group_id = ? AND idx = ? ORDER BY start", s.id)
+            tokens = b"".join(t for (t,) in chunks)
+            members.append(UnscoredMember(s.id.index, s.attempt, s.version.number, s.finish_reason or "", tokens))
+        return UnscoredGroup(group.id, group.kind, row, prompt, tuple(members))
+
+    # ------------------------------------------------------------ trainer
+
+    def next_batch(self, update: int) -> Batch | None:
+        """Cut `update`, made now if the rules allow it, the same ever after. None: not yet (or, if `over`, never)."""
+        cut = self._standing_cut(update)
+        if cut is None and update == self.accounts.update:
+            with self._transaction(durable=True):
+                cut = self.accounts.cut_next(self.order)
+                if cut is not None:
+                    self.db.execute(
+                        "INSERT INTO cuts VALUES (?, ?, ?, ?, 0)",
+                        (cut.update, cut.part, cut.num_parts, json.dumps(cut.groups)),
+                    )
+        return None if cut is None else read_batch(self.db, cut)
+
+    def over(self, update: int) -> bool:
+        """Batch `update` will never be cut."""
+        return update >= self.accounts.update and self.accounts.over
+
+    def _standing_cut(self, update: int) -> Cut | None:
+        row = self.db.execute("SELECT part, num_parts, groups FROM cuts WHERE batch = ?", (update,)).fetchone()
+        return None if row is None else Cut(update, row[0], row[1], tuple(json.loads(row[2])))
+
+    def trained(self, trained: Trained) -> None:
+        """Cut `trained.update` is in the weights: move its groups, write the metrics row. A repeat only frees rows."""
+        row = None
+        with self._transaction():
+            groups = self.accounts.train(trained.update)
+            if groups is not None:
+                self.db.execute("UPDATE cuts SET trained = 1 WHERE batch = ?", (trained.update,))
+                row = self._metrics_row(groups, trained)
+                self.db.execute("INSERT INTO metrics VALUES (?, ?)", (row["version"], json.dumps(row)))
+                schema.set_meta(self.db, "time_s", row["time_s"])
+                self.accounts.events.append(CutTrained(trained.update))
+            else:
+                schema.set_meta(self.db, "replayed_cuts", int(schema.get_meta(self.db, "replayed_cuts", "0")) + 1)
+            self._free_rows(trained)
+        if row is not None:
+            self.metrics.append(row)
+
+    def _metrics_row(self, groups: Sequence[Group], trained: Trained) -> dict[str, object]:
+        now, busy_s, dropped = self.clock(), sum(self._busy_s.values()), self.accounts.dropped.total()
+        last, last_busy_s, last_dropped = self._last_row
+        self._last_row = now, busy_s, dropped
+        elapsed = max(now - last, 1e-9)
+        marks = ", ".join("?" * len(groups))
+        ids = [g.id for g in groups]
+        rewards = [
+            json.loads(text or "{}")
+            for (text,) in self.db.execute(
+                f"SELECT rewards FROM samples WHERE group_id IN ({marks}) AND state = 'scored'", ids
+            )
+        ]
+        (num_tokens,) = self.db.execute(
+            "SELECT COALESCE(SUM(s.length + g.prompt_tokens), 0) FROM samples s JOIN groups g ON g.id = s.group_id "
+            f"WHERE g.id IN ({marks}) AND s.state = 'scored'",
+            ids,
+        ).fetchone()
+        row = iteration_row(groups, trained.update, num_tokens, rewards)
+        replicas = max(1, len(self._busy_s))
+        return (
+            {"version": trained.version.number, "time_s": now, "iteration_s": elapsed}
+            | row
+            | {
+                "samples_per_s": row["num_samples"] / elapsed,
+                "tokens_per_s": num_tokens / elapsed,
+                "rollout_busy_fraction": min(1.0, max(0.0, busy_s - last_busy_s) / elapsed / replicas),
+                "num_dropped": dropped - last_dropped,
+            }
+            | trained.statistics
+        )
+
+    def _free_rows(self, trained: Trained) -> None:
+        """Tokens are needed until a later checkpoint is durable; texts of old groups go too."""
+        self.db.execute(
+            "DELETE FROM chunks WHERE group_id IN (SELECT id FROM groups WHERE batch < ?)", (trained.checkpoint,)
+        )
+        old = self.accounts.next_group - KEPT_TEXTS
+        self.db.execute("UPDATE samples SET completion = NULL WHERE group_id < ? AND completion IS NOT NULL", (old,))
+
+    # ------------------------------------------------------------ transactions
+
+    def close(self) -> None:
+        self.db.close()
+
+    @contextmanager
+    def _transaction(self, durable: bool = False) -> Iterator[None]:
+        """All or nothing; `durable` also survives power loss. Rows and events of the account go in with it."""
+        try:
+            if durable:
+                self.db.execute("PRAGMA synchronous=FULL")
+            self.db.execute("BEGIN IMMEDIATE")
+            before = self.db.total_changes
+            yield
+            self._flush()
+            self.db.execute("COMMIT")
+            if durable:
+                self.db.execute("PRAGMA synchronous=NORMAL")
+        except sqlite3.OperationalError as error:
+            raise StorageError(f"the database can't be written: {error}", where="data.sqlite") from error
+        self.changes += self.db.total_changes != before
+
+    def _flush(self) -> None:
+        accounts = self.accounts
+        if not accounts.touched and not accounts.events:
+            return
+        events = accounts.drain_events()
+        evals = [self._eval_row(e.version) for e in events if isinstance(e, EvalDone)]
+        schema.save_groups(self.db, [accounts.groups[g] for g in sorted(accounts.touched)])
+        schema.save_counters(self.db, accounts)
+        self._put_events(events)
+        for replica, incarnation, sample, epoch in accounts.cancelled:
+            self._cancel.setdefault((replica, incarnation), {})[sample, epoch] = None
+        accounts.cancelled.clear()
+        accounts.forget_terminal()
+        for row in evals:
+            self.evals.append(row)
+
+    def _put_events(self, events: Sequence[StoreEvent]) -> None:
+        self.db.executemany(
+            "INSERT INTO outbox (event) VALUES (?)", [(json.dumps(codec.encode(event)),) for event in events]
+        )
+
+    def _eval_row(self, version: Version) -> dict[str, object]:
+        round_ = self.accounts.eval_rounds.pop(version)
+        row: dict[str, object] = {
+            "version": version.number,
+            "time_s": self.clock(),
+            "num_samples": len(round_.rewards),
+            "eval_reward_mean": fmean(round_.rewards) if round_.rewards else None,
+        }
+        self.db.execute("INSERT INTO evals VALUES (?, ?, ?)", (*version, json.dumps(row)))
+        return row
+
+    def _last_event(self) -> int:
+        row = self.db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'outbox'").fetchone()
+        return 0 if row is None else int(row[0])
