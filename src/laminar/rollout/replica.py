@@ -1,0 +1,349 @@
+"""A replica: one engine and the loop that feeds it.
+
+Owns: the engine, the trajectories it holds, what it has made and the data store has not acknowledged.
+Threads: `run` generates; one exchanges with the data store (one report at a time, resent work is ignored); one beats.
+Waits for: work or a command while empty; never for the store or the manager while it has tokens to make.
+Invariants: weights change only while it holds nothing, so every trajectory has one version; what a beat says it holds
+has passed the fingerprint and the golden prompt.
+A failure of any of the three threads ends `run` with that failure.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from laminar.config import Config
+from laminar.control.commands import Numbered, Pull, Stop
+from laminar.control.events import ReplicaBeat
+from laminar.errors import EngineError, ProtocolError, VersionGone, WeightsError
+from laminar.rollout.engine import Engine, Progress, Request
+from laminar.types import (
+    Chunk,
+    Failure,
+    Finish,
+    Load,
+    ReplicaReply,
+    ReplicaReport,
+    SampleId,
+    Sampling,
+    SlotRef,
+    Version,
+    Work,
+)
+
+COALESCE_S = 0.02
+"""A finished sample is reported within this time, together with those that finish meanwhile."""
+
+
+class Store(Protocol):
+    def exchange(self, report: ReplicaReport) -> ReplicaReply: ...
+
+
+class Manager(Protocol):
+    def beat(self, beat: ReplicaBeat, acked: int, wait_s: float) -> Sequence[Numbered]:
+        """Commands above `acked`; with nothing to say the answer may take up to `wait_s`."""
+
+
+class Versions(Protocol):
+    """The relay's shelf on this machine."""
+
+    def find(self, version: Version) -> SlotRef | None: ...
+
+
+@dataclass(slots=True)
+class Held:
+    """A trajectory in this replica's hands."""
+
+    work: Work
+    length: int
+    """Response tokens made, of this and of earlier owners."""
+    reported: int
+    """Response tokens that the data store has acknowledged or that are on their way."""
+    tokens: list[np.ndarray] = field(default_factory=list)
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    finish_reason: str | None = None
+    failure: str | None = None
+
+
+class Replica:
+    """See the module's contract. `name` is its id for life, `incarnation` this start of it."""
+
+    def __init__(
+        self,
+        name: str,
+        incarnation: int,
+        node: str,
+        engine: Engine,
+        versions: Versions,
+        store: Store,
+        manager: Manager,
+        config: Config,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name, self.incarnation, self.node = name, incarnation, node
+        self.engine, self.versions, self.store, self.manager = engine, versions, store, manager
+        self.config, self.clock = config, clock
+        rollout = config.rollout
+        train = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens, tuple(rollout.stop))
+        evaluate = Sampling(config.eval.temperature, 1.0, 0, rollout.max_new_tokens, tuple(rollout.stop))
+        self.sampling = {"train": train, "eval": evaluate}
+
+        self._news = threading.Condition()
+        """Guards everything below; notified when any of it changes."""
+        self._held: dict[SampleId, Held] = {}
+        self._inbox: list[Work] = []
+        self._cancelled: list[tuple[SampleId, int]] = []
+        self._accepted: list[tuple[SampleId, int]] = []
+        self._sent: list[SampleId] = []
+        """Ended samples in the report that is on its way."""
+        self._unreported_end = False
+        """A sample has ended and is not in any report."""
+        self._load_seen = Load()
+        self._pull: Pull | None = None
+        self._version: Version | None = None
+        self._state = "idle"
+        self._beat_now = False
+        self._step = 0
+        self._failed_pulls = 0
+        self._busy_s = 0.0
+        self._stopping = False
+        self._failure: BaseException | None = None
+
+    # ------------------------------------------------------------ generate
+
+    def run(self) -> None:
+        """Generate until told to stop. Raises what any of the threads raised."""
+        threads = [
+            threading.Thread(target=self._guarded, args=(body,), name=name, daemon=True)
+            for name, body in (("exchange", self._exchange_loop), ("beat", self._beat_loop))
+        ]
+        for thread in threads:
+            thread.start()
+        self._guarded(self._generate_loop)
+        for thread in threads:
+            thread.join(timeout=2 * self.config.faults.heartbeat_s + 2 * self.config.rollout.stream_interval_s)
+        if self._failure is not None:
+            raise self._failure
+
+    def _guarded(self, body: Callable[[], None]) -> None:
+        try:
+            body()
+        except BaseException as error:
+            with self._news:
+                self._failure = self._failure or error
+        finally:
+            with self._news:
+                self._stopping = True
+                self._news.notify_all()
+
+    def _generate_loop(self) -> None:
+        while not self._stopping:
+            with self._news:
+                self._news.wait_for(self._something_to_do)
+                cancelled, self._cancelled = self._cancelled, []
+                work, self._inbox = self._inbox, []
+                pull = None
+                if self._pull is not None and not self._held and not work:
+                    pull, self._pull = self._pull, None
+            self._forget(cancelled)
+            self._begin(work)
+            if pull is not None:
+                self._load(pull.version)
+            if any(h.finish_reason is None and h.failure is None for h in self._held.values()):
+                began = self.clock()
+                progress = self.engine.poll(self.config.rollout.stream_interval_s)
+                with self._news:
+                    self._busy_s += self.clock() - began
+                    self._step += 1
+                    self._load_seen = self.engine.load()
+                    self._record(progress)
+
+    def _something_to_do(self) -> bool:
+        generating = any(h.finish_reason is None and h.failure is None for h in self._held.values())
+        load = self._pull is not None and not self._held
+        return bool(self._stopping or generating or load or self._inbox or self._cancelled)
+
+    def _begin(self, work: Sequence[Work]) -> None:
+        """Hand new work to the engine. What the engine refuses for good is reported as failed."""
+        for item in work:
+            if item.version != self._version:
+                raise ProtocolError(
+                    f"{self.name} holds version {self._version}, was sent {item.sample} of {item.version}"
+                )
+            response = np.frombuffer(item.response, np.int32)
+            held = Held(item, len(response), len(response))
+            try:
+                self.engine.add(
+                    Request(
+                        item.sample,
+                        item.attempt,
+                        np.frombuffer(item.prompt, np.int32),
+                        response,
+                        self.sampling[item.kind],
+                    )
+                )
+            except EngineError as error:
+                held.failure = str(error)
+            with self._news:
+                self._held[item.sample] = held
+                self._state = "generating"
+                if held.failure is not None:
+                    self._unreported_end = True
+                    self._news.notify_all()
+
+    def _forget(self, cancelled: Sequence[tuple[SampleId, int]]) -> None:
+        with self._news:
+            gone = [s for s, epoch in cancelled if s in self._held and self._held[s].work.owner_epoch <= epoch]
+            for sample in gone:
+                del self._held[sample]
+            if gone:
+                self._note_if_empty()
+        self.engine.release(gone)
+
+    def _record(self, progress: Sequence[Progress]) -> None:
+        for p in progress:
+            held = self._held.get(p.sample)
+            if held is None:
+                continue
+            if len(p.tokens):
+                held.tokens.append(p.tokens)
+                held.logprobs.append(p.logprobs)
+                held.length += len(p.tokens)
+            if p.finish_reason is not None:
+                held.finish_reason = p.finish_reason
+                self._unreported_end = True
+                self._news.notify_all()
+
+    def _load(self, version: Version) -> None:
+        """Pull a version. One that the relay no longer has is told to the manager, which names another.
+
+        Raises WeightsError if what was loaded is, twice, not what the trainer published (the engine compares
+        fingerprint and golden prompt).
+        """
+        with self._news:
+            self._state, self._beat_now = "loading", True
+            self._news.notify_all()
+        ref = self.versions.find(version)
+        if ref is not None:
+            try:
+                self.engine.load_weights(ref)
+            except VersionGone:
+                ref = None
+            except WeightsError:
+                self.engine.load_weights(ref)
+        with self._news:
+            self._failed_pulls += ref is None
+            self._version = None if self.engine.loaded is None else self.engine.loaded.version
+            self._state, self._beat_now = "idle", True
+            self._news.notify_all()
+
+    # ------------------------------------------------------------ exchange with the data store
+
+    def _exchange_loop(self) -> None:
+        interval, sequence = self.config.rollout.stream_interval_s, 0
+        reply: ReplicaReply | None = None
+        while True:
+            with self._news:
+                if reply is not None:
+                    self._take_reply(reply)
+                if self._stopping:
+                    return
+                idle = not self._held and not self._inbox
+                if not idle and not self._accepted:
+                    self._news.wait_for(lambda: self._stopping or self._unreported_end, timeout=interval)
+                    if self._any_generating():
+                        self._news.wait_for(lambda: self._stopping or not self._any_generating(), timeout=COALESCE_S)
+                sequence += 1
+                report = self._report(sequence, interval if idle and not self._accepted else 0.0)
+            reply = self.store.exchange(report)
+
+    def _any_generating(self) -> bool:
+        return any(h.finish_reason is None and h.failure is None for h in self._held.values())
+
+    def _report(self, sequence: int, wait_s: float) -> ReplicaReport:
+        """All that is new, in the order of samples held."""
+        chunks, finished, failed = [], [], []
+        for sample, held in self._held.items():
+            epoch = held.work.owner_epoch
+            if held.tokens:
+                tokens = np.concatenate(held.tokens).astype(np.int32, copy=False)
+                logprobs = np.concatenate(held.logprobs).astype(np.float32, copy=False)
+                mask = np.ones(len(tokens), np.uint8)
+                data = tokens.tobytes(), logprobs.tobytes(), mask.tobytes()
+                chunks.append(Chunk(sample, epoch, held.reported, held.work.version, *data))
+                held.reported += len(tokens)
+                held.tokens, held.logprobs = [], []
+            if held.failure is not None:
+                failed.append(Failure(sample, epoch, "engine_error", held.failure))
+            elif held.finish_reason is not None:
+                finished.append(Finish(sample, epoch, held.length, held.finish_reason))
+        accepted, self._accepted = tuple(self._accepted), []
+        self._unreported_end = False
+        self._sent = [f.sample for f in finished] + [f.sample for f in failed]
+        return ReplicaReport(
+            self.name,
+            self.incarnation,
+            sequence,
+            tuple(chunks),
+            tuple(finished),
+            tuple(failed),
+            accepted,
+            self._busy_s,
+            wait_s,
+        )
+
+    def _take_reply(self, reply: ReplicaReply) -> None:
+        """What was sent is durable: let go of the finished; take the work that is new."""
+        for sample in self._sent:
+            self._held.pop(sample, None)
+        if self._sent:
+            self._note_if_empty()
+        waiting = {w.sample: w.owner_epoch for w in self._inbox}
+        for work in reply.work:
+            held = self._held.get(work.sample)
+            known = held.work.owner_epoch if held is not None else waiting.get(work.sample, -1)
+            if known < work.owner_epoch:
+                self._inbox.append(work)
+            self._accepted.append((work.sample, work.owner_epoch))
+        self._cancelled += reply.cancel
+        if reply.work or reply.cancel:
+            self._news.notify_all()
+
+    def _note_if_empty(self) -> None:
+        if not self._held and not self._inbox:
+            self._state, self._beat_now = "idle", True
+            self._news.notify_all()
+
+    # ------------------------------------------------------------ beat
+
+    def _beat_loop(self) -> None:
+        period, acked = self.config.faults.heartbeat_s, 0
+        while not self._stopping:
+            with self._news:
+                self._news.wait_for(lambda: self._stopping or self._beat_now or self._state == "idle", timeout=period)
+                self._beat_now = False
+                idle = self._state == "idle" and self._pull is None
+                beat = ReplicaBeat(
+                    self.name, self.incarnation, self._state, self._version, self._step, self._load_seen, self.node,
+                    self._failed_pulls,
+                )  # fmt: skip
+            for numbered in self.manager.beat(beat, acked, period if idle else 0.0):
+                acked = numbered.number
+                self._obey(numbered)
+
+    def _obey(self, numbered: Numbered) -> None:
+        with self._news:
+            match numbered.command:
+                case Pull():
+                    self._pull = numbered.command
+                case Stop():
+                    self._stopping = True
+                case other:
+                    raise ProtocolError(f"{self.name} can't do {other}")
+            self._news.notify_all()
