@@ -1,0 +1,175 @@
+"""One thin class a role: it builds the tested object from the config and lets it run.
+
+Constructors do little, so that a failure of the body comes back through `run` with its own traceback.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from laminar.config import Config
+from laminar.control.commands import Numbered
+from laminar.control.events import Beat, DriverEvent, Recovered, StoreEvents
+from laminar.run_folder import RunFolder
+from laminar.runtime.handles import ManagerHandle, RelayManagerHandle, ScoreHandle, StoreHandle
+from laminar.runtime.services import ManagerService, StoreService
+from laminar.types import Batch, ReplicaReply, ReplicaReport, ScoreReport, Settings, Trained, UnscoredGroup
+
+NODE = "local"
+"""Name of the only machine."""
+
+
+class Actor:
+    """What all have: an identity, a log file that takes everything they print, a pid."""
+
+    is_async = False
+
+    def __init__(self, role: str, id_: str, folder: Path, threads: int = 1) -> None:
+        self.role, self.id, self.folder = role, id_, RunFolder(folder)
+        self.threads = threads
+        log = os.open(self.folder.logs / f"{id_}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        faulthandler.enable()
+        logging.basicConfig(
+            stream=sys.stderr, format="%(asctime)s %(name)s: %(message)s", level=logging.INFO, force=True
+        )
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def limit_threads(self) -> None:
+        import torch
+
+        torch.set_num_threads(self.threads)
+        torch.set_num_interop_threads(1)
+
+
+def run_clock(origin: float) -> Callable[[], float]:
+    """Run seconds, the same in every process of this machine: time since the monotonic instant `origin`."""
+    return lambda: time.monotonic() - origin
+
+
+class ManagerActor(Actor):
+    is_async = True
+
+    def __init__(
+        self, role: str, id_: str, folder: Path, settings: Settings, recovered: Recovered, origin: float
+    ) -> None:
+        super().__init__(role, id_, folder)
+        self.service = ManagerService(settings, self.folder.events, recovered, run_clock(origin))
+
+    async def run(self) -> None:
+        await self.service.run()
+
+    async def beat(self, beat: Beat, acked: int, wait_s: float) -> list[Numbered]:
+        return await self.service.beat(beat, acked, wait_s)
+
+    async def store_poll(self, events: StoreEvents, acked: int, wait_s: float) -> list[Numbered]:
+        return await self.service.store_poll(events, acked, wait_s)
+
+    async def driver_poll(self, events: tuple[DriverEvent, ...], acked: int, wait_s: float) -> Any:
+        return await self.service.driver_poll(events, acked, wait_s)
+
+
+class StoreActor(Actor):
+    is_async = True
+
+    def __init__(self, role: str, id_: str, folder: Path, config: Config, settings: Settings, origin: float) -> None:
+        super().__init__(role, id_, folder)
+        from laminar.data.open import open_store
+
+        self.service = StoreService(open_store(self.folder, config, settings, run_clock(origin)))
+
+    async def recovered(self) -> Recovered:
+        return self.service.store.recovered()
+
+    async def run(self, manager: ManagerHandle) -> None:
+        await self.service.run(manager.store_poll)
+
+    async def close(self) -> None:
+        self.service.store.close()
+
+    async def exchange(self, report: ReplicaReport) -> ReplicaReply:
+        return await self.service.exchange(report)
+
+    async def exchange_scores(self, report: ScoreReport, wait_s: float) -> tuple[list[UnscoredGroup], bool]:
+        return await self.service.exchange_scores(report, wait_s)
+
+    async def next_batch(self, update: int, wait_s: float) -> tuple[Batch | None, bool]:
+        return await self.service.next_batch(update, wait_s)
+
+    async def trained(self, report: Trained) -> None:
+        await self.service.trained(report)
+
+
+class RelayActor(Actor):
+    def run(self, incarnation: int, config: Config, manager: ManagerHandle) -> None:
+        from laminar.weights.relay import Relay, RelaySettings
+        from laminar.weights.versions import VersionLog
+
+        self.limit_threads()
+        settings = RelaySettings(self.id, incarnation, config.faults.heartbeat_s)
+        relay = Relay(self.folder.slots(NODE), VersionLog(self.folder.versions), settings)
+        relay.run(threading.Event(), RelayManagerHandle(manager, NODE))
+
+
+class ReplicaActor(Actor):
+    def run(self, incarnation: int, config: Config, store: StoreHandle, manager: ManagerHandle) -> None:
+        from laminar.rollout.replica import Replica
+        from laminar.rollout.torch_engine import TorchEngine
+        from laminar.weights.publisher import LocalVersions
+
+        self.limit_threads()
+        versions = LocalVersions(self.folder.slots(NODE))
+        engine = TorchEngine(
+            config.model.path, config.rollout, config.seed, versions, golden_tolerance=config.golden_tolerance
+        )
+        Replica(self.id, incarnation, NODE, engine, versions, store, manager, config).run()
+
+
+class TrainerActor(Actor):
+    def run(self, incarnation: int, config: Config, store: StoreHandle, manager: ManagerHandle) -> None:
+        from laminar.trainer.beat import TrainerVoice
+        from laminar.trainer.export import export_model
+        from laminar.trainer.loop import TrainerLoop
+        from laminar.trainer.step import TrainState
+        from laminar.weights.publisher import Publisher
+
+        self.limit_threads()
+        voice = TrainerVoice(manager, incarnation, config.faults.heartbeat_s)
+        publisher = Publisher(self.folder.slots(NODE), self.folder.versions, config.rollout.dtype, config.num_slots)
+        state = TrainState.create(config)
+        loop = TrainerLoop(config, state, store, publisher, voice, self.folder.checkpoints, stop=voice)
+        if loop.run():
+            export_model(state.model, config.model.path, self.folder.export)
+            voice.done(loop.version)
+
+
+class ScorerActor(Actor):
+    def run(self, incarnation: int, config: Config, store: StoreHandle) -> None:
+        from laminar.data.prompts import load_tokenizer
+        from laminar.data.scorer import Scorer
+
+        stop = threading.Event()
+        scorer = Scorer(
+            config,
+            load_tokenizer(config.model.path),
+            ScoreHandle(store.actor, stop),
+            base_folder=self.folder.path,
+            log_path=self.folder.logs / "rewards.log",
+            incarnation=incarnation,
+        )
+        try:
+            scorer.run(stop)
+        finally:
+            scorer.close()

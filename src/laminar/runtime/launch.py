@@ -1,0 +1,202 @@
+"""From a config to a finished run: the run folder, Ray on this machine, the loop, and nothing left behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from laminar import config as configs
+from laminar.config import Config
+from laminar.data.prompts import load_rows
+from laminar.errors import ConfigError, RunFailed, StorageError, UserError
+from laminar.run_folder import RunFolder, read_json, read_jsonl, write_atomic, write_json
+from laminar.runtime import guard
+
+INTERRUPTED = 130
+
+
+def train(config: Config, run_dir: Path, resume: bool, say: Callable[[str], None] = print) -> int:
+    """Run `config` in `run_dir`, from the start or from where it was left. Returns the exit code.
+
+    Raises UserError for what the user can mend before anything starts, RunFailed when the run fails.
+    """
+    began = time.monotonic()
+    folder = RunFolder(run_dir)
+    if resume:
+        folder.expect_run()
+        refuse_changes(configs.load(folder.config), config, folder)
+    folder.create()
+    _end_predecessor(folder)
+    write_atomic(folder.config, configs.dump(config))
+    rows = len(load_rows(config.data.eval, folder.path)) if config.data.eval is not None else 0
+    settings = config.settings(eval_groups=rows)
+    origin = began - _run_seconds(folder)
+    with _signals() as interrupted, _ray(folder, config):
+        from laminar.runtime.loop import run
+
+        try:
+            end, error = run(folder, config, settings, origin, interrupted, say)
+        except KeyboardInterrupt:
+            return INTERRUPTED
+    write_json(folder.run, {"outcome": end.outcome, "message": end.message})
+    if end.outcome == "failed":
+        raise _failed(end.message, error, folder)
+    return 0 if end.outcome == "completed" else INTERRUPTED
+
+
+def refuse_changes(old: Config, new: Config, folder: RunFolder) -> None:
+    """Raises ConfigError if `new` can't go on with what `old` began: promises made to groups would be broken."""
+    fixed = {
+        "train.groups_per_batch": (old.train.groups_per_batch, new.train.groups_per_batch),
+        "train.group_size": (old.train.group_size, new.train.group_size),
+        "seed": (old.seed, new.seed),
+        "data.train": (old.data.train, new.data.train),
+        "schedule": (old.schedule, new.schedule),
+        "model.path": (old.model.path, new.model.path),
+    }
+    for key, (before, after) in fixed.items():
+        if before != after:
+            raise ConfigError(
+                "can't be changed when a run is resumed",
+                where=key,
+                expected=str(before),
+                got=str(after),
+                fix="start a new run",
+            )
+    k_before, k_after = old.staleness_bound, new.staleness_bound
+    if k_after is not None and (k_before is None or k_after < k_before):
+        raise ConfigError(
+            "can't be lowered when a run is resumed: groups were issued under the old bound",
+            where="max_staleness",
+            expected=f"at least {'none' if k_before is None else k_before}",
+            got=str(k_after),
+        )
+    cuts = sum(1 for _ in read_jsonl(folder.metrics))
+    if new.iterations is not None and new.iterations < cuts:
+        raise ConfigError(
+            "is below what has been trained already", where="iterations", expected=f">= {cuts}", got=str(new.iterations)
+        )
+
+
+def _failed(message: str, error: BaseException | None, folder: RunFolder) -> RunFailed:
+    log = folder.logs / "errors.log"
+    if error is None or isinstance(error, UserError):
+        return RunFailed(f"the run failed: {message}\n  logs: {folder.logs}\n  go on with: --resume {folder.path}")
+    text = log.read_text(encoding="utf-8").rstrip() if log.exists() else "".join(traceback.format_exception(error))
+    print(text, file=sys.stderr)
+    return RunFailed(f"the run failed: {message}\n  traceback: {log}\n  go on with: --resume {folder.path}")
+
+
+def _run_seconds(folder: RunFolder) -> float:
+    """Run seconds already spent: where the clock goes on after a resume."""
+    logs = sorted(folder.events.glob("*.jsonl"))
+    return max((row.get("now", 0.0) for log in logs[-1:] for row in read_jsonl(log)), default=0.0)
+
+
+def _end_predecessor(folder: RunFolder) -> None:
+    """Make sure that nobody else runs in this folder. Raises StorageError if its driver is alive."""
+    for process in read_json(folder.processes, {"processes": []})["processes"]:
+        if process["role"] == "driver" and _is_driver(process["pid"]):
+            raise StorageError(
+                f"this run is going on in process {process['pid']}", where=str(folder.path), fix="stop it first"
+            )
+    guard.kill_marked(folder.tag)
+    for left in Path("/dev/shm").glob(f"laminar-{folder.tag}-*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _is_driver(pid: int) -> bool:
+    """Whether this process exists, is not we, and looks like a Laminar driver (pids are used again)."""
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return pid != os.getpid() and b"laminar" in command
+
+
+@contextmanager
+def _signals() -> Iterator[threading.Event]:
+    """SIGINT and SIGTERM ask for an orderly end; the second one ends at once (the guard sweeps)."""
+    interrupted = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupted
+        return
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if interrupted.is_set():
+            os._exit(INTERRUPTED)
+        interrupted.set()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield interrupted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _ray(folder: RunFolder, config: Config) -> Iterator[None]:
+    """A Ray of our own: loopback only, with a token that only our processes know, nothing sent home, no dashboard."""
+    environment = {
+        guard.MARK: folder.tag,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        # the name is Ray's: with 0 its servers listen on 127.0.0.1 instead of on all interfaces
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_DISABLE_IMPORT_WARNING": "1",
+        # large logits must not be paged in anew by every operation
+        "MALLOC_MMAP_THRESHOLD_": "4294967296",
+        "MALLOC_TRIM_THRESHOLD_": "17179869184",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    import ray
+
+    session = Path(tempfile.mkdtemp(prefix="laminar-ray-"))
+    leftovers = [folder.slots("local"), session]
+    watch = subprocess.Popen(
+        [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), folder.tag, *map(str, leftovers)],
+        env={name: value for name, value in os.environ.items() if name != guard.MARK},
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+    )
+    try:
+        ray.init(
+            num_cpus=os.cpu_count(),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=256 * 2**20,
+            namespace="laminar",
+            _temp_dir=str(session),
+        )
+        yield
+    finally:
+        ray.shutdown()
+        guard.kill_marked(folder.tag)
+        watch.kill()
+        watch.wait()
+        for left in leftovers:
+            shutil.rmtree(left, ignore_errors=True)
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

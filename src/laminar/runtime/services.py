@@ -1,0 +1,271 @@
+"""The two processes that others call: the manager and the data store, each one asyncio thread.
+
+A decision or a transaction runs to its end without an await in between; only waiting for something new is awaited (long
+polls). Calls may arrive in any order: commands are numbered, reports carry what makes a repeat harmless.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from laminar import __version__
+from laminar.control import codec
+from laminar.control.commands import Command, Numbered, Stop, address
+from laminar.control.events import Beat, DriverEvent, Event, Recovered, RelayBeat, ReplicaBeat, StoreEvents, Tick
+from laminar.control.manager import Manager, Record, is_news
+from laminar.data.store import DataStore
+from laminar.types import Batch, ReplicaReply, ReplicaReport, ScoreReport, Settings, Trained, UnscoredGroup
+
+TICK_S = 0.5
+EVENTS_WITHIN_S = 0.005
+"""Store events travel to the manager within this time, in batches."""
+
+
+class Pulse:
+    """Wakes everybody who waits; nobody misses a beat that comes after he has looked."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def beat(self) -> None:
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def wait(self, timeout_s: float) -> None:
+        try:
+            await asyncio.wait_for(self._event.wait(), timeout_s)
+        except TimeoutError:
+            return
+
+
+class Mailbox:
+    """Numbered commands for one process, kept until it says it has them."""
+
+    def __init__(self) -> None:
+        self.pulse = Pulse()
+        self._waiting: list[Numbered] = []
+        self._last = 0
+
+    def put(self, command: Command) -> None:
+        self._last += 1
+        self._waiting.append(Numbered(self._last, command))
+        self.pulse.beat()
+
+    def after(self, acked: int) -> list[Numbered]:
+        self._waiting = [n for n in self._waiting if n.number > acked]
+        return list(self._waiting)
+
+
+class EventLog:
+    """`events/<term>.jsonl`: what the manager of that term was told and what it said. Written before it is acted on."""
+
+    def __init__(self, folder: Path, term: int, settings: Settings) -> None:
+        self._file = (folder / f"{term:06d}.jsonl").open("w", encoding="utf-8")
+        self._write({"settings": asdict(settings), "code": __version__, "term": term})
+
+    def append(self, record: Record) -> None:
+        self._write(codec.encode_record(record))
+
+    def _write(self, value: object) -> None:
+        self._file.write(json.dumps(value, separators=(",", ":")) + "\n")
+        self._file.flush()
+
+
+Sender = tuple[str, str]
+
+
+class ManagerService:
+    """The manager's process: its clock, its event log, and a mailbox for everybody it commands."""
+
+    def __init__(self, settings: Settings, events: Path, recovered: Recovered, clock: Callable[[], float]) -> None:
+        self.manager = Manager(settings)
+        self.log = EventLog(events, recovered.term, settings)
+        self.clock = clock
+        self.boxes: dict[Sender, Mailbox] = {}
+        self.last: dict[Sender, Beat] = {}
+        self.quiet: dict[Sender, Beat] = {}
+        """Beats with no news since the last tick."""
+        self.stopped: dict[str, Stop] = {}
+        """Roles that have been told to stop: who speaks up later is told too."""
+        self.handle(recovered)
+
+    def handle(self, event: Event) -> None:
+        now = self.clock()
+        commands = tuple(self.manager.handle(now, event))
+        self.log.append(Record(now, event, commands))
+        for command in commands:
+            if isinstance(command, Stop) and command.id == "*":
+                self.stopped[command.role] = command
+                for role, id_ in list(self.boxes):
+                    if role == command.role:
+                        self._box((role, id_)).put(command)
+            else:
+                self._box(address(command)).put(command)
+
+    def _box(self, sender: Sender) -> Mailbox:
+        box = self.boxes.get(sender)
+        if box is None:
+            box = self.boxes[sender] = Mailbox()
+            if sender[0] in self.stopped:
+                box.put(self.stopped[sender[0]])
+        return box
+
+    async def beat(self, beat: Beat, acked: int, wait_s: float) -> list[Numbered]:
+        """A sign of life; the answer holds the commands above `acked`, if need be after waiting `wait_s` for one."""
+        sender = sender_of(beat)
+        box = self._box(sender)
+        if is_news(self.last.get(sender), beat):
+            self.handle(beat)
+        else:
+            self.quiet[sender] = beat
+        self.last[sender] = beat
+        if not box.after(acked) and wait_s > 0:
+            await box.pulse.wait(wait_s)
+        return box.after(acked)
+
+    async def store_poll(self, events: StoreEvents, acked: int, wait_s: float) -> list[Numbered]:
+        box = self._box(("datastore", "datastore"))
+        if events.events and events.last > self.manager.state.outbox:
+            self.handle(events)
+        if not box.after(acked) and wait_s > 0:
+            await box.pulse.wait(wait_s)
+        return box.after(acked)
+
+    async def driver_poll(
+        self, events: Sequence[DriverEvent], acked: int, wait_s: float
+    ) -> tuple[list[Numbered], list[str], list[dict[str, object]]]:
+        """Commands for the driver, lines for the user, and the state of every process."""
+        box = self._box(("driver", "driver"))
+        for event in events:
+            self.handle(event)
+        if not box.after(acked) and not self.manager.notes and wait_s > 0:
+            await box.pulse.wait(wait_s)
+        notes, self.manager.notes = self.manager.notes, []
+        return box.after(acked), notes, self.processes()
+
+    def processes(self) -> list[dict[str, object]]:
+        state = self.manager.state
+        versions: dict[Sender, object] = {("trainer", "trainer"): state.trainer.version}
+        versions |= {("replica", r.id): r.version for r in state.replicas.values()}
+        versions |= {("relay", r.id): max(r.whole, default=None) for r in state.relays.values()}
+        return [
+            {
+                "role": role,
+                "id": id_,
+                "state": process.state,
+                "version": getattr(versions.get((role, id_)), "number", None),
+            }
+            for (role, id_), process in sorted(state.processes.items())
+        ]
+
+    async def run(self) -> None:
+        """Ticks, until the process ends with the run."""
+        while True:
+            beats, self.quiet = tuple(self.quiet[s] for s in sorted(self.quiet)), {}
+            self.handle(Tick(beats))
+            await asyncio.sleep(TICK_S)
+
+
+def sender_of(beat: Beat) -> Sender:
+    match beat:
+        case ReplicaBeat():
+            return "replica", beat.replica
+        case RelayBeat():
+            return "relay", beat.relay
+        case _:
+            return "trainer", "trainer"
+
+
+ManagerPoll = Callable[[StoreEvents, int, float], Awaitable[list[Numbered]]]
+
+
+class StoreService:
+    """The data store's process: waits for others, tells the manager, obeys it."""
+
+    def __init__(self, store: DataStore) -> None:
+        self.store = store
+        self.pulse = Pulse()
+        self.stopping = False
+        self._changes = store.changes
+        self._applied = 0
+        """Number of the last command carried out."""
+
+    def _changed(self) -> None:
+        if self.store.changes != self._changes:
+            self._changes = self.store.changes
+            self.pulse.beat()
+
+    async def exchange(self, report: ReplicaReport) -> ReplicaReply:
+        deadline = time.monotonic() + report.wait_s
+        reply = self.store.exchange(report)
+        self._changed()
+        while not (reply.work or reply.cancel) and not self.stopping and (left := deadline - time.monotonic()) > 0:
+            await self.pulse.wait(left)
+            reply = self.store.exchange(
+                ReplicaReport(report.replica, report.incarnation, report.sequence, busy_s=report.busy_s)
+            )
+        return reply
+
+    async def exchange_scores(self, report: ScoreReport, wait_s: float) -> tuple[list[UnscoredGroup], bool]:
+        """Groups to score, and whether the run is stopping."""
+        deadline = time.monotonic() + wait_s
+        groups = self.store.exchange_scores(report)
+        self._changed()
+        waits = report.want > 0 and not report.scores
+        while waits and not groups and not self.stopping and (left := deadline - time.monotonic()) > 0:
+            await self.pulse.wait(left)
+            groups = self.store.exchange_scores(ScoreReport(report.incarnation, want=report.want))
+        return groups, self.stopping
+
+    async def next_batch(self, update: int, wait_s: float) -> tuple[Batch | None, bool]:
+        """The batch, or None; and whether it will never come."""
+        deadline = time.monotonic() + wait_s
+        while True:
+            batch = self.store.next_batch(update)
+            self._changed()
+            if batch is not None or self.store.over(update):
+                return batch, batch is None
+            if self.stopping or (left := deadline - time.monotonic()) <= 0:
+                return None, False
+            await self.pulse.wait(left)
+
+    async def trained(self, report: Trained) -> None:
+        self.store.trained(report)
+        self._changed()
+
+    async def run(self, poll: ManagerPoll) -> None:
+        """Carry events to the manager and its commands into the store, until told to stop."""
+        await asyncio.gather(self._tell(poll), self._listen(poll))
+        self.store.close()
+
+    async def _listen(self, poll: ManagerPoll) -> None:
+        while not self.stopping:
+            self._obey(await poll(StoreEvents(0, ()), self._applied, TICK_S))
+
+    async def _tell(self, poll: ManagerPoll) -> None:
+        told = 0
+        while not self.stopping:
+            events = self.store.events(told)
+            if events.events:
+                told = events.last
+                self._obey(await poll(events, self._applied, 0.0))
+                await asyncio.sleep(EVENTS_WITHIN_S)
+            else:
+                await self.pulse.wait(TICK_S)
+
+    def _obey(self, numbered: Sequence[Numbered]) -> None:
+        new = [n for n in numbered if n.number > self._applied]
+        if not new:
+            return
+        self._applied = new[-1].number
+        if commands := [n.command for n in new if not isinstance(n.command, Stop)]:
+            self.store.apply(commands)
+        self.stopping = self.stopping or any(isinstance(n.command, Stop) for n in new)
+        self._changed()
+        if self.stopping:
+            self.pulse.beat()
