@@ -113,9 +113,20 @@ def train(
     preflight.check(config)
     folder = resume or _new_run_folder(run_dir, path)
 
-    from laminar.runtime.launch import train as launch
+    from laminar import reports
+    from laminar.run_folder import RunFolder
+    from laminar.runtime import launch
+    from laminar.view import View
 
-    raise typer.Exit(launch(config, folder, resume is not None))
+    run = RunFolder(folder)
+    with View(run, config.iterations) as view:
+        view.say(f"run folder: {run.path}")
+        code = launch.train(config, folder, resume is not None, view.say)
+    if code == 0:
+        print(reports.summary(run))
+    else:
+        print(f"laminar: interrupted; go on with: laminar train --resume {folder}", file=sys.stderr)
+    raise typer.Exit(code)
 
 
 @app.command()

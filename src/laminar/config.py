@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from laminar.config_help import accepts_none, explain, shown, unsupported
 from laminar.config_source import parse_override, read_toml, set_key, with_absolute_paths
 from laminar.errors import ConfigError, UserError
+from laminar.types import Settings
 
 Dtype = Literal["fp32", "bf16"]
 
@@ -249,6 +250,30 @@ class Config(_Section):
     @property
     def exact(self) -> bool:
         return True if self.rollout.exact is None else self.rollout.exact
+
+    def settings(self, eval_groups: int = 0) -> Settings:
+        """What decisions depend on, for `control`; `eval_groups` = rows of the evaluation set."""
+        return Settings(
+            schedule=self.schedule,
+            max_staleness=self.staleness_bound,
+            iterations=self.iterations,
+            groups_per_batch=self.train.groups_per_batch,
+            group_size=self.train.group_size,
+            min_group_size=self.min_group_size,
+            num_mini_batches=self.train.num_mini_batches,
+            max_outstanding_groups=self.max_outstanding_groups,
+            groups_in_flight=self.groups_in_flight,
+            last_batch=self.data.last_batch,
+            drop_zero_variance=self.train.drop_zero_variance,
+            eval_groups=eval_groups,
+            eval_every=self.eval.every,
+            eval_before_train=self.eval.before_train,
+            eval_after_train=self.eval.after_train,
+            eval_group_size=self.eval.samples_per_prompt,
+            suspect_after_s=self.faults.suspect_after_s,
+            dead_after_s=self.faults.dead_after_s,
+            stall_timeout_s=self.faults.stall_timeout_s,
+        )
 
     @property
     def golden_tolerance(self) -> float:

@@ -1,0 +1,121 @@
+"""The live view of a run in the terminal: reads metrics.jsonl, eval.jsonl and processes.json, and knows nothing else.
+
+On a terminal one line is kept up to date; anywhere else each iteration is a plain line.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from laminar.run_folder import RunFolder, read_json, read_jsonl
+
+LOOK_EVERY_S = 0.25
+
+
+class View:
+    """Follows a run folder in a thread while the `with` block lasts."""
+
+    def __init__(self, folder: RunFolder, iterations: int | None, console: Console | None = None) -> None:
+        self.folder, self.iterations = folder, iterations
+        self.console = console or Console(stderr=True, highlight=False)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="view", daemon=True)
+        self._rows = sum(1 for _ in read_jsonl(folder.metrics))
+        self._evals = sum(1 for _ in read_jsonl(folder.evals))
+        self._first_row = self._rows
+        self._began = time.monotonic()
+        self._phase = ""
+        self._progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=self.console,
+            disable=not self.console.is_terminal,
+            transient=True,
+        )
+        self._task: TaskID = self._progress.add_task("starting", total=iterations, left="")
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._look()
+        self._progress.stop()
+
+    def say(self, line: str) -> None:
+        """A line for the user, above the live one."""
+        self._progress.console.print(line, markup=False)
+
+    def _follow(self) -> None:
+        while not self._stop.wait(LOOK_EVERY_S):
+            self._look()
+
+    def _look(self) -> None:
+        for row in list(read_jsonl(self.folder.evals))[self._evals :]:
+            self._evals += 1
+            self.say(f"evaluation of version {row['version']}: reward {_number(row['eval_reward_mean'])}")
+        rows = list(read_jsonl(self.folder.metrics))
+        for row in rows[self._rows :]:
+            self._rows += 1
+            if not self.console.is_terminal:
+                self.say(describe(row, self.iterations) + self._left(row))
+        if len(rows) > self._first_row:
+            self._progress.update(
+                self._task,
+                description=describe(rows[-1], self.iterations),
+                completed=rows[-1]["version"],
+                left=self._left(rows[-1]).strip(" ,"),
+            )
+        else:
+            self._show_phase()
+
+    def _show_phase(self) -> None:
+        """What is going on before the first iteration is done."""
+        rows = read_json(self.folder.processes, {"processes": []})["processes"]
+        states = {row["state"] for row in rows if row["role"] != "driver"}
+        phase = "starting" if not rows or "starting" in states else "generating the first batch"
+        if phase != self._phase:
+            self._phase = phase
+            self._progress.update(self._task, description=phase)
+            if not self.console.is_terminal:
+                self.say(phase)
+
+    def _left(self, row: dict[str, Any]) -> str:
+        if self.iterations is None:
+            return ""
+        done = row["version"] - self._first_row
+        left = (self.iterations - row["version"]) * (time.monotonic() - self._began) / max(1, done)
+        return f", about {_duration(left)} left" if left else ""
+
+
+def describe(row: dict[str, Any], iterations: int | None) -> str:
+    """One metrics row in a line."""
+    of = "" if iterations is None else f"/{iterations}"
+    return (
+        f"iteration {row['version']}{of}  reward {_number(row.get('reward_mean'))}  "
+        f"{row['samples_per_s']:.0f} samples/s  {row['tokens_per_s']:.0f} tok/s  "
+        f"staleness {_number(row['staleness_use_mean'], 1)} (max {_number(row['staleness_use_max'], 0)})"
+    )
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
