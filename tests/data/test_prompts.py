@@ -384,7 +384,7 @@ def test_prompt_limit(configured: int | None, context: int | None, expected: int
 
 
 def test_no_room_for_a_prompt() -> None:
-    with pytest.raises(ConfigError, match="rollout.max_new_tokens: a response of this length leaves no room"):
+    with pytest.raises(ConfigError, match=r"rollout\.max_new_tokens: a response of this length leaves no room"):
         prompt_limit(config(), 32, 32)
 
 
