@@ -34,6 +34,7 @@ Arguments = Annotated[
     list[str] | None,
     typer.Argument(metavar="CONFIG.toml KEY=VALUE", help="A config file, and keys of it to change."),
 ]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
@@ -79,6 +80,7 @@ def root(
     laminar check CONFIG.toml             is everything there and right? (under 2 s)
     laminar train CONFIG.toml             train; the run folder is runs/<config>-<time>
     laminar train --resume RUN            go on with an interrupted run
+    laminar samples | ledger | ps | replay | export RUN    look at a run, live or ended
 
     Any key of the config can be changed after it: train.lr=1e-5 rollout.replicas=2 max_staleness=none.
     """
@@ -169,6 +171,116 @@ def check(arguments: Arguments = None, as_json: AsJson = False) -> None:
     print(f"  schedule  {config.schedule}, staleness at most {bound}, {config.rollout.replicas} replica(s)")
 
 
+@app.command()
+def ledger(run: Run, as_json: AsJson = False) -> None:
+    """Say where every sample and group went, and whether the account closes.
+
+    Works beside a running run. Exits with 1 if something contradicts the rules.
+
+    \b
+    laminar ledger runs/sort-20260101-120000
+    """
+    from laminar import reports
+
+    account = reports.ledger(reports.open_run(run))
+    if as_json:
+        print_json(account)
+    else:
+        for name, part in (("train", account), ("eval", account["eval"])):
+            for what in ("samples", "groups"):
+                c = part[what]
+                dropped = ", ".join(f"{n} {reason}" for reason, n in c["dropped"].items()) or "0"
+                print(
+                    f"{name} {what:8} {c['dispatched']} dispatched = {c['trained']} trained + {dropped} dropped "
+                    f"+ {c['in_flight']} in flight"
+                )
+        print(f"restarts {account['restarts']}, replayed cuts {account['replayed_cuts']}")
+        print("closed" if account["closed"] else "NOT CLOSED")
+        for line in account["violations"]:
+            print(f"violation: {line}")
+    if not account["closed"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def ps(run: Run, as_json: AsJson = False) -> None:
+    """List the processes of a run: role, pid, state, and the weight version each holds."""
+    from laminar import reports
+
+    found = reports.processes(reports.open_run(run))
+    if as_json:
+        print_json(found)
+        return
+    print(f"{'role':10} {'id':12} {'pid':>8}  {'state':10} version")
+    for p in found["processes"]:
+        version = "-" if p["version"] is None else p["version"]
+        print(f"{p['role']:10} {p['id']:12} {p['pid']:>8}  {p['state']:10} {version}")
+
+
+@app.command()
+def samples(
+    run: Run,
+    group: Annotated[int | None, typer.Option("--group", help="Only this group.")] = None,
+    last: Annotated[int | None, typer.Option("--last", help="Only the newest N scored groups.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show prompts, completions and rewards. Texts of the last 1,000 groups are kept.
+
+    \b
+    laminar samples runs/sort-20260101-120000 --last 2
+    """
+    from laminar import reports
+
+    rows = reports.samples(reports.open_run(run), group, last)
+    if as_json:
+        print_json(rows)
+        return
+    shown = None
+    for row in rows["samples"]:
+        if row["group"] != shown:
+            shown = row["group"]
+            print(f"\ngroup {shown}  {row['prompt'] or '(text no longer kept)'}")
+        reward = "-" if row["reward"] is None else f"{row['reward']:.3f}"
+        text = (row["completion"] or "").replace("\n", "\\n")
+        print(f"  {row['index']:3}  reward {reward:>7}  version {row['version']}  {row['state']}  {text}")
+
+
+@app.command()
+def replay(run: Run, as_json: AsJson = False) -> None:
+    """Feed the run's recorded events to a fresh manager: it must give the same commands.
+
+    Exits with 1 and shows the first differences if it does not.
+    """
+    from laminar import reports
+
+    result = reports.replay(reports.open_run(run))
+    if as_json:
+        print_json(result)
+    else:
+        print(f"{result['records']} events replayed, {result['differences']} differences")
+        for line in result["details"]:
+            print(line)
+    if not result["agrees"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def export(
+    run: Run,
+    version: Annotated[int | None, typer.Option("--version", help="Of a checkpoint. [default: the newest]")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder to write. [default: RUN/export]")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint as a Hugging Face folder, loadable by transformers."""
+    from laminar import reports
+
+    result = reports.export(reports.open_run(run), version, out)
+    if as_json:
+        print_json(result)
+    else:
+        print(f"version {result['version']} is in {result['path']}")
+
+
 def _as_object(problem: UserError) -> dict[str, str | None]:
     return {name: getattr(problem, name) for name in ("what", "where", "expected", "got", "fix")}
 
@@ -182,10 +294,9 @@ def _split(arguments: list[str] | None) -> tuple[Path | None, list[str]]:
 
 
 def _config_of(run: Path) -> Path:
-    path = run / "config.toml"
-    if not path.is_file():
-        raise StorageError("not a run folder", where=str(run), expected="a folder that laminar train made")
-    return path
+    from laminar.reports import open_run
+
+    return open_run(run).config
 
 
 def _new_run_folder(wanted: Path | None, config: Path) -> Path:

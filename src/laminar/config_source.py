@@ -71,8 +71,13 @@ def _absolute_value(key: str, value: Any, folder: Path) -> Any:
 
 
 def _absolute_spec(spec: str, folder: Path) -> str:
-    """`path/to/file.py:name` with an absolute path; `module:name` as it is."""
+    """`path/to/file.py:name` with an absolute path; `module:name` too if the module is a file in `folder`.
+
+    So every process of the run finds the user's modules, wherever it was started.
+    """
     path, colon, name = spec.rpartition(":")
+    if colon and re.fullmatch(r"\w+", path) and (folder / f"{path}.py").is_file():
+        path = f"{path}.py"
     return f"{_absolute_path(path, folder)}:{name}" if colon and path.endswith((".py", ".pkl")) else spec
 
 

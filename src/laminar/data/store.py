@@ -198,7 +198,7 @@ class DataStore:
         groups = accounts.issue_eval(command.replica, command.incarnation, command.version, command.num_groups)
         accounts.report_issued(command.replica, command.incarnation, command.version, groups, "eval")
         for group in groups:
-            drawn = self.eval_prompts.draw(group.cursor)
+            drawn = self.eval_prompts.take(group.cursor)
             self._save_prompt(group, drawn)
             if drawn.overlong:
                 accounts.drop_group(group, "prompt_overlong")
@@ -210,7 +210,7 @@ class DataStore:
         prompt = b"" if drawn.prompt_ids is None else drawn.prompt_ids.tobytes()
         self.db.execute(
             "UPDATE groups SET data = ?, prompt = ?, prompt_tokens = ? WHERE id = ?",
-            (json.dumps(drawn.row, default=str), prompt, len(prompt) // 4, group.id),
+            (drawn.row_json, prompt, len(prompt) // 4, group.id),
         )
 
     def _restart(self, command: Restart) -> None:
