@@ -49,8 +49,10 @@ def digest_as(tensor: torch.Tensor, dtype: torch.dtype) -> str:
         return digest_of(bytes_of(tensor))
     digest = xxhash.xxh3_128()
     staging = torch.empty(PIECE_BYTES // dtype.itemsize, dtype=dtype)
+    staged = bytes_of(staging)
     for values in _pieces(tensor, dtype):
-        digest.update(bytes_of(staging[: len(values)].copy_(values)))
+        staging[: len(values)].copy_(values)
+        digest.update(staged[: len(values) * dtype.itemsize])
     return digest.hexdigest()
 
 

@@ -67,8 +67,8 @@ class RelayBeat:
 class RelayReply:
     """What the manager wants."""
 
-    keep: tuple[Version, ...] = ()
-    """All versions that live trajectories need."""
+    keep: tuple[Version, ...] | None = None
+    """All versions that live trajectories need; None leaves the set as it is."""
     stop: bool = False
 
 
@@ -168,7 +168,8 @@ class Relay:
                 reply = manager.beat(beat)
                 with self._events_lock:
                     del self._events[: len(beat.events)]
-                self.keep(reply.keep)
+                if reply.keep is not None:
+                    self.keep(reply.keep)
                 if reply.stop:
                     return
                 changed.wait(self.settings.heartbeat_s)
