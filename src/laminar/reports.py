@@ -16,7 +16,7 @@ from laminar.control import codec, manager
 from laminar.control.manager import Record
 from laminar.data import schema
 from laminar.errors import StorageError
-from laminar.run_folder import RunFolder, read_json, read_jsonl
+from laminar.run_folder import RunFolder, is_running, read_json, read_jsonl
 from laminar.types import Settings
 
 Json = dict[str, Any]
@@ -145,15 +145,7 @@ def _bound_violations(db: sqlite3.Connection, folder: RunFolder) -> Iterator[str
 def processes(folder: RunFolder) -> Json:
     """Roles, pids, states and versions; a process that is not there any more is `ended`."""
     rows = read_json(folder.processes, {"processes": []})["processes"]
-    return {"processes": [row if _exists(row["pid"]) else row | {"state": "ended"} for row in rows]}
-
-
-def _exists(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
+    return {"processes": [row if is_running(row["pid"]) else row | {"state": "ended"} for row in rows]}
 
 
 def samples(folder: RunFolder, group: int | None = None, last: int | None = None) -> Json:

@@ -11,6 +11,9 @@ from typing import Any
 
 from laminar.errors import StorageError
 
+NODE = "local"
+"""Name of the only machine."""
+
 
 class RunFolder:
     """Paths of one run. Creating the object touches nothing."""
@@ -89,3 +92,12 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
         for line in lines:
             if line.endswith("\n"):
                 yield json.loads(line)
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, and not only its remains."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"

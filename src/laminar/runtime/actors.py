@@ -18,13 +18,10 @@ from typing import Any
 from laminar.config import Config
 from laminar.control.commands import Numbered
 from laminar.control.events import Beat, DriverEvent, Recovered, StoreEvents
-from laminar.run_folder import RunFolder
+from laminar.run_folder import NODE, RunFolder
 from laminar.runtime.handles import ManagerHandle, RelayManagerHandle, ScoreHandle, StoreHandle
 from laminar.runtime.services import ManagerService, StoreService
 from laminar.types import Batch, ReplicaReply, ReplicaReport, ScoreReport, Settings, Trained, UnscoredGroup
-
-NODE = "local"
-"""Name of the only machine."""
 
 
 class Actor:

@@ -17,8 +17,7 @@ from laminar.control import events
 from laminar.control.commands import Keep, Numbered, Stop
 from laminar.control.events import Beat, DriverEvent, StoreEvents
 from laminar.types import Batch, ReplicaReply, ReplicaReport, ScoreReport, Trained, UnscoredGroup, Version
-from laminar.weights.relay import RelayBeat, RelayEvent, RelayReply
-from laminar.weights.store import Reclaimed
+from laminar.weights.relay import RelayBeat, RelayReply, describe
 
 WAIT_S = 1.0
 """Longest that a long poll is held on the other side before it is asked again."""
@@ -47,11 +46,12 @@ class RelayManagerHandle:
     def __init__(self, manager: ManagerHandle, node: str) -> None:
         self.manager, self.node = manager, node
         self.acked = 0
-        self.keep: tuple[Version, ...] = ()
+        self.keep: tuple[Version, ...] | None = None
+        """None until the manager has said it: a restarted relay keeps what it finds."""
 
     def beat(self, beat: RelayBeat) -> RelayReply:
         stop = False
-        problems = tuple(_describe(event) for event in beat.events)
+        problems = tuple(describe(event) for event in beat.events)
         news = events.RelayBeat(beat.relay, beat.incarnation, self.node, beat.whole, beat.free_slots, problems)
         for numbered in self.manager.beat(news, self.acked, 0.0):
             self.acked = numbered.number
@@ -61,13 +61,6 @@ class RelayManagerHandle:
                 case Stop():
                     stop = True
         return RelayReply(self.keep, stop)
-
-
-def _describe(event: RelayEvent) -> str:
-    if isinstance(event, Reclaimed):
-        return f"version {event.version} was given up for lack of slots; what lives under it goes on where it runs"
-    tensors = f" ({', '.join(event.tensors)})" if event.tensors else ""
-    return f"version {event.version} was refused: {event.reason}{tensors}"
 
 
 class StoreHandle:
@@ -139,6 +132,11 @@ def close_store(actor: Any) -> None:
     """Let the database be closed in order; a store that does not do so soon is killed anyway."""
     with suppress(RayError):
         ray.get(actor.close.remote(), timeout=1.0)
+
+
+def end(actor: Any) -> None:
+    """Ask the process to exit in order. To be followed by a look whether it did."""
+    actor.__ray_terminate__.remote()
 
 
 def wait_for(reference: Any, interrupted: threading.Event) -> Any:

@@ -13,19 +13,21 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import FrameType, ModuleType
 
 from laminar import config as configs
 from laminar.config import Config
 from laminar.data.prompts import load_rows
 from laminar.errors import ConfigError, RunFailed, StorageError, UserError
-from laminar.run_folder import RunFolder, read_json, read_jsonl, write_atomic, write_json
+from laminar.run_folder import NODE, RunFolder, read_json, read_jsonl, write_atomic, write_json
 from laminar.runtime import guard
 
 INTERRUPTED = 130
+OBJECT_STORE_BYTES = 256 * 2**20
+"""Batches pass through it; weights do not."""
 
 
 def train(config: Config, run_dir: Path, resume: bool, say: Callable[[str], None] = print) -> int:
@@ -34,6 +36,13 @@ def train(config: Config, run_dir: Path, resume: bool, say: Callable[[str], None
     Raises UserError for what the user can mend before anything starts, RunFailed when the run fails.
     """
     began = time.monotonic()
+    folder = prepare(config, run_dir, resume)
+    with _signals() as interrupted, local_ray(folder.tag, [folder.slots(NODE)]):
+        return run_in(folder, config, began, interrupted, say)
+
+
+def prepare(config: Config, run_dir: Path, resume: bool) -> RunFolder:
+    """A run folder that nobody uses, with the resolved config in it. Raises UserError if that can't be."""
     folder = RunFolder(run_dir)
     if resume:
         folder.expect_run()
@@ -41,16 +50,20 @@ def train(config: Config, run_dir: Path, resume: bool, say: Callable[[str], None
     folder.create()
     _end_predecessor(folder)
     write_atomic(folder.config, configs.dump(config))
-    rows = len(load_rows(config.data.eval, folder.path)) if config.data.eval is not None else 0
-    settings = config.settings(eval_groups=rows)
-    origin = began - _run_seconds(folder)
-    with _signals() as interrupted, _ray(folder, config):
-        from laminar.runtime.loop import run
+    return folder
 
-        try:
-            end, error = run(folder, config, settings, origin, interrupted, say)
-        except KeyboardInterrupt:
-            return INTERRUPTED
+
+def run_in(
+    folder: RunFolder, config: Config, began: float, interrupted: threading.Event, say: Callable[[str], None]
+) -> int:
+    """Run in the Ray that is up. `began`: the monotonic instant of the command. Returns and raises as `train`."""
+    from laminar.runtime.loop import run
+
+    rows = len(load_rows(config.data.eval, folder.path)) if config.data.eval is not None else 0
+    try:
+        end, error = run(folder, config, config.settings(rows), began - _run_seconds(folder), interrupted, say)
+    except KeyboardInterrupt:
+        return INTERRUPTED
     write_json(folder.run, {"outcome": end.outcome, "message": end.message})
     if end.outcome == "failed":
         raise _failed(end.message, error, folder)
@@ -149,52 +162,68 @@ def _signals() -> Iterator[threading.Event]:
 
 
 @contextmanager
-def _ray(folder: RunFolder, config: Config) -> Iterator[None]:
-    """A Ray of our own: loopback only, with a token that only our processes know, nothing sent home, no dashboard."""
+def local_ray(tag: str, folders: Sequence[Path]) -> Iterator[None]:
+    """A Ray of our own while the block lasts, and nothing of it afterwards, `folders` included.
+
+    It listens on loopback only, asks for a token that only our processes know, sends nothing home, has no dashboard.
+    """
+    session = Path(tempfile.mkdtemp(prefix="laminar-ray-"))
+    leftovers = [*folders, session]
     environment = {
-        guard.MARK: folder.tag,
+        guard.MARK: tag,
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         # the name is Ray's: with 0 its servers listen on 127.0.0.1 instead of on all interfaces
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        "RAY_DISABLE_IMPORT_WARNING": "1",
         # large logits must not be paged in anew by every operation
         "MALLOC_MMAP_THRESHOLD_": "4294967296",
         "MALLOC_TRIM_THRESHOLD_": "17179869184",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
     }
-    before = {name: os.environ.get(name) for name in environment}
-    os.environ.update(environment)
-    import ray
-
-    session = Path(tempfile.mkdtemp(prefix="laminar-ray-"))
-    leftovers = [folder.slots("local"), session]
     watch = subprocess.Popen(
-        [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), folder.tag, *map(str, leftovers)],
-        env={name: value for name, value in os.environ.items() if name != guard.MARK},
+        [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), tag, *map(str, leftovers)],
         start_new_session=True,
         stdin=subprocess.DEVNULL,
     )
+    with _environment(environment):
+        import ray
+
+        try:
+            ray.init(
+                num_cpus=os.cpu_count(),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=OBJECT_STORE_BYTES,
+                namespace="laminar",
+                _temp_dir=str(session),
+            )
+            _silence(ray)
+            yield
+        finally:
+            ray.shutdown()
+            guard.kill_marked(tag)
+            watch.kill()
+            watch.wait()
+            for left in leftovers:
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def _silence(ray: ModuleType) -> None:
+    """Ray prints a paragraph on stdout for each process that dies. We say it in a line, and keep details in logs/."""
+    ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: None
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for the processes that are started in the block."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
-        ray.init(
-            num_cpus=os.cpu_count(),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=256 * 2**20,
-            namespace="laminar",
-            _temp_dir=str(session),
-        )
         yield
     finally:
-        ray.shutdown()
-        guard.kill_marked(folder.tag)
-        watch.kill()
-        watch.wait()
-        for left in leftovers:
-            shutil.rmtree(left, ignore_errors=True)
         for name, value in before.items():
             if value is None:
                 del os.environ[name]

@@ -20,11 +20,13 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from laminar.control.events import ProcessEnded, ProcessStarted
 from laminar.errors import UserError
-from laminar.run_folder import RunFolder, write_json
+from laminar.run_folder import NODE, RunFolder, is_running, write_json
 from laminar.runtime import handles
 
 STOP_WITHIN_S = 5.0
 """After this long a process that was told to stop is killed."""
+EXIT_WITHIN_S = 1.0
+"""After its body has returned a process gets this long to exit."""
 
 
 @dataclass(slots=True)
@@ -67,13 +69,11 @@ class Supervisor:
     def write(self, states: Sequence[dict[str, object]]) -> None:
         """processes.json: who runs where, with the state and version that the manager sees."""
         by_id = {(s["role"], s["id"]): s for s in states}
-        rows = [
-            {"role": "driver", "id": "driver", "pid": os.getpid(), "node": "local", "state": "alive", "version": None}
-        ]
+        rows = [{"role": "driver", "id": "driver", "pid": os.getpid(), "node": NODE, "state": "alive", "version": None}]
         for p in self.processes:
             seen = by_id.get((p.role, p.id), {})
             rows.append(
-                {"role": p.role, "id": p.id, "pid": p.pid, "node": "local"}
+                {"role": p.role, "id": p.id, "pid": p.pid, "node": NODE}
                 | {"state": seen.get("state", "starting"), "version": seen.get("version")}
             )
         write_json(self.folder.processes, {"processes": rows})
@@ -120,6 +120,12 @@ class Supervisor:
             if process.role == "datastore" and process.ended:
                 handles.close_store(process.actor)
         for process in self.processes:
-            if process.pid:
-                with suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL)
+            if process.ended or process.role == "manager":
+                handles.end(process.actor)
+        deadline = min(deadline, time.monotonic() + EXIT_WITHIN_S)
+        pids = [p.pid for p in self.processes if p.pid]
+        while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

@@ -23,6 +23,7 @@ class Publisher:
         self._store: SlotStore | None = None
 
     def records(self) -> Iterable[tuple[Version, str]]:
+        self._log.repair()
         return [(record.version, record.fingerprint) for record in self._log.records()]
 
     def append_record(self, version: Version, fingerprint: str) -> None:
