@@ -58,7 +58,7 @@ class View:
 
     def say(self, line: str) -> None:
         """A line for the user, above the live one."""
-        self._progress.console.print(line, markup=False)
+        self._progress.console.print(line, markup=False, soft_wrap=True)
 
     def _follow(self) -> None:
         while not self._stop.wait(LOOK_EVERY_S):

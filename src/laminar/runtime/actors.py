@@ -6,6 +6,7 @@ Constructors do little, so that a failure of the body comes back through `run` w
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import logging
 import os
 import sys
@@ -28,6 +29,8 @@ class Actor:
     """What all have: an identity, a log file that takes everything they print, a pid."""
 
     is_async = False
+    needs: tuple[str, ...] = ()
+    """Modules that take long to import: each process does so while the others start."""
 
     def __init__(self, role: str, id_: str, folder: Path, threads: int = 1) -> None:
         self.role, self.id, self.folder = role, id_, RunFolder(folder)
@@ -40,6 +43,9 @@ class Actor:
         logging.basicConfig(
             stream=sys.stderr, format="%(asctime)s %(name)s: %(message)s", level=logging.INFO, force=True
         )
+
+        for module in self.needs:
+            importlib.import_module(module)
 
     def pid(self) -> int:
         return os.getpid()
@@ -81,13 +87,12 @@ class ManagerActor(Actor):
 class StoreActor(Actor):
     is_async = True
 
-    def __init__(self, role: str, id_: str, folder: Path, config: Config, settings: Settings, origin: float) -> None:
-        super().__init__(role, id_, folder)
+    service: StoreService
+
+    async def open(self, config: Config, settings: Settings, origin: float) -> Recovered:
         from laminar.data.open import open_store
 
         self.service = StoreService(open_store(self.folder, config, settings, run_clock(origin)))
-
-    async def recovered(self) -> Recovered:
         return self.service.store.recovered()
 
     async def run(self, manager: ManagerHandle) -> None:
@@ -110,6 +115,8 @@ class StoreActor(Actor):
 
 
 class RelayActor(Actor):
+    needs = ("laminar.weights.relay",)
+
     def run(self, incarnation: int, config: Config, manager: ManagerHandle) -> None:
         from laminar.weights.relay import Relay, RelaySettings
         from laminar.weights.versions import VersionLog
@@ -121,6 +128,8 @@ class RelayActor(Actor):
 
 
 class ReplicaActor(Actor):
+    needs = ("laminar.rollout.torch_engine",)
+
     def run(self, incarnation: int, config: Config, store: StoreHandle, manager: ManagerHandle) -> None:
         from laminar.rollout.replica import Replica
         from laminar.rollout.torch_engine import TorchEngine
@@ -135,6 +144,8 @@ class ReplicaActor(Actor):
 
 
 class TrainerActor(Actor):
+    needs = ("laminar.trainer.loop", "laminar.trainer.export")
+
     def run(self, incarnation: int, config: Config, store: StoreHandle, manager: ManagerHandle) -> None:
         from laminar.trainer.beat import TrainerVoice
         from laminar.trainer.export import export_model
@@ -153,6 +164,8 @@ class TrainerActor(Actor):
 
 
 class ScorerActor(Actor):
+    needs = ("laminar.data.scorer",)
+
     def run(self, incarnation: int, config: Config, store: StoreHandle) -> None:
         from laminar.data.prompts import load_tokenizer
         from laminar.data.scorer import Scorer

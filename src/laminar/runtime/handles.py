@@ -11,12 +11,14 @@ from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
+from laminar.config import Config
 from laminar.control import events
 from laminar.control.commands import Keep, Numbered, Stop
 from laminar.control.events import Beat, DriverEvent, StoreEvents
-from laminar.types import Batch, ReplicaReply, ReplicaReport, ScoreReport, Trained, UnscoredGroup, Version
+from laminar.errors import LaminarError
+from laminar.types import Batch, ReplicaReply, ReplicaReport, ScoreReport, Settings, Trained, UnscoredGroup, Version
 from laminar.weights.relay import RelayBeat, RelayReply, describe
 
 WAIT_S = 1.0
@@ -67,9 +69,9 @@ class StoreHandle:
     def __init__(self, actor: Any) -> None:
         self.actor = actor
 
-    def recovered(self) -> Any:
+    def open(self, config: Config, settings: Settings, origin: float) -> Any:
         """Reference to the counts of the store (`Recovered`), done when it is open."""
-        return self.actor.recovered.remote()
+        return self.actor.open.remote(config, settings, origin)
 
     def exchange(self, report: ReplicaReport) -> ReplicaReply:
         reply: ReplicaReply = ray.get(self.actor.exchange.remote(report))
@@ -144,7 +146,12 @@ def wait_for(reference: Any, interrupted: threading.Event) -> Any:
     while not wait_for_any([reference], timeout_s=0.1):
         if interrupted.is_set():
             raise KeyboardInterrupt
-    return ray.get(reference)
+    try:
+        return ray.get(reference)
+    except RayTaskError as error:
+        if isinstance(error.cause, LaminarError):
+            raise error.cause from None
+        raise
 
 
 def wait_for_any(references: Sequence[Any], timeout_s: float) -> list[Any]:

@@ -30,7 +30,7 @@ def run(
     line.
     """
     supervisor = Supervisor(folder)
-    store_process = supervisor.create(StoreActor, "datastore", "datastore", config, settings, origin)
+    store_process = supervisor.create(StoreActor, "datastore", "datastore")
     relay = supervisor.create(RelayActor, "relay", "relay-0")
     trainer = supervisor.create(TrainerActor, "trainer", "trainer", config.train.threads)
     replicas = [
@@ -40,7 +40,7 @@ def run(
     scorer = supervisor.create(ScorerActor, "scorer", "scorer")
     try:
         store = StoreHandle(store_process.actor)
-        recovered: Recovered = handles.wait_for(store.recovered(), interrupted)
+        recovered: Recovered = handles.wait_for(store.open(config, settings, origin), interrupted)
         term = supervisor.incarnation = recovered.term
         manager_process = supervisor.create(ManagerActor, "manager", "manager", settings, recovered, origin)
         manager = ManagerHandle(manager_process.actor)
