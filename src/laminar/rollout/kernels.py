@@ -1,8 +1,8 @@
 """Arithmetic of the fast path, written so that a row's bits do not depend on the other rows.
 
 What that takes on CPU was measured, and holds for fp32 and bf16: oneDNN-prepacked linear layers give a row
-the same bits for any number of rows >= 2; batched matmul does so for any number of matrices with >= 4 rows
-each, if the other sizes are fixed; elementwise kernels do so if no row reaches into the scalar tail of the
+the same bits for any number of rows >= 2; batched matmul does so for any number >= 2 of matrices with >= 4
+rows each, if the other sizes are fixed; elementwise kernels do so if no row reaches into the scalar tail of the
 tensor, that is if the last dimension is whole SIMD vectors, or is walked by itself because it is strided.
 """
 
@@ -40,6 +40,13 @@ class Linear:
             return F.linear(x, self._weight, self._bias)
         y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         return y if y.shape[-1] == self._out_features else y[..., : self._out_features]
+
+
+def batched_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """[n, r, i] x [n, i, j] -> [n, r, j], for r >= `MIN_QUERY_ROWS`."""
+    if len(a) > 1:
+        return torch.bmm(a, b)
+    return torch.bmm(torch.cat((a, a)), torch.cat((b, b)))[:1]  # a lone bf16 matrix takes another path
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

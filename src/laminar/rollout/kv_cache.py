@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from laminar.rollout.kernels import MIN_QUERY_ROWS
+from laminar.rollout.kernels import MIN_QUERY_ROWS, batched_matmul
 
 BLOCK = 64
 _FIRST_CAPACITY = 4
@@ -173,29 +173,29 @@ class KvCache:
 
     def _unpad(self, step: Step, out: torch.Tensor) -> torch.Tensor:
         """[S, K, R, D] -> [N, H * D]"""
-        rows = step.num_queries * self._num_groups
         num_sequences, num_kv_heads, _, head_dim = out.shape
-        out = out[:, :, :rows].view(num_sequences, num_kv_heads, step.num_queries, self._num_groups, head_dim)
+        out = out.view(num_sequences, num_kv_heads, step.num_queries, self._num_groups, head_dim)
         flat = out.transpose(1, 2).reshape(num_sequences * step.num_queries, -1)
         return flat if step.places is None else flat.index_select(0, step.places)
 
     # ------------------------------------------------------------ attention
 
     def _attention(self, step: Step, layer: int, q: torch.Tensor) -> torch.Tensor:
-        """Softmax attention with the sums taken block by block, in order: [S, K, R, D] -> the same."""
+        """Softmax attention with the sums taken block by block, in order: [S, K, >= R, D] -> [S, K, R, D]."""
         scores = [self._scores(read, layer, q) for read in step.reads]
-        peak = q.new_full((*q.shape[:3], 1), -torch.inf, dtype=torch.float32)
+        rows = step.num_queries * self._num_groups
+        peak, total, out = (q.new_zeros((*q.shape[:2], rows, n), dtype=torch.float32) for n in (1, 1, q.shape[3]))
+        peak.fill_(-torch.inf)
         for read, score in zip(step.reads, scores, strict=True):
-            highest = score.amax(-1, keepdim=True)
+            highest = score[:, :, :rows].amax(-1, keepdim=True)
             if read.queries is None:
                 peak = torch.maximum(peak, highest)
             else:
                 peak[read.queries] = torch.maximum(peak[read.queries], highest)
-        total = torch.zeros_like(peak)
-        out = q.new_zeros(q.shape, dtype=torch.float32)
         for read, score in zip(step.reads, scores, strict=True):
-            weights = score.sub_(peak if read.queries is None else peak[read.queries]).exp_()
-            part = self._weighted_values(read, layer, weights.to(q.dtype))
+            weights = score[:, :, :rows]  # the rows beyond are padding: zeros, and they stay zeros
+            weights.sub_(peak if read.queries is None else peak[read.queries]).exp_()
+            part = self._weighted_values(read, layer, score.to(q.dtype))[:, :, :rows]
             if read.queries is None:
                 total += weights.sum(-1, keepdim=True)
                 out += part
@@ -205,16 +205,18 @@ class KvCache:
         return out.div_(total).to(q.dtype)
 
     def _scores(self, read: _Read, layer: int, q: torch.Tensor) -> torch.Tensor:
-        """Float32 [rows, K, R, B]"""
+        """Float32 [rows, K, >= R, B]"""
         q = q if read.queries is None else q.index_select(0, read.queries)
         keys = self._levels[read.level].keys[layer][read.rows]
-        scores = torch.bmm(q.flatten(0, 1), keys.flatten(0, 1)).float().view(*q.shape[:3], BLOCK)
-        return scores if read.hidden is None else scores.masked_fill_(read.hidden, -torch.inf)
+        scores = batched_matmul(q.flatten(0, 1), keys.flatten(0, 1)).float().view(*q.shape[:3], BLOCK)
+        if read.hidden is not None:
+            scores[:, :, : read.hidden.shape[2]].masked_fill_(read.hidden, -torch.inf)
+        return scores
 
     def _weighted_values(self, read: _Read, layer: int, weights: torch.Tensor) -> torch.Tensor:
-        """[rows, K, R, D]"""
+        """[rows, K, >= R, D]"""
         values = self._levels[read.level].values[layer][read.rows]
-        return torch.bmm(weights.flatten(0, 1), values.flatten(0, 1)).view(*weights.shape[:3], -1)
+        return batched_matmul(weights.flatten(0, 1), values.flatten(0, 1)).view(*weights.shape[:3], -1)
 
     # ------------------------------------------------------------ rows
 
@@ -271,9 +273,6 @@ class KvCache:
         if starts.min() >= first_key + BLOCK - 1:
             return None
         positions = starts[:, None] + np.repeat(np.arange(num_queries), self._num_groups)
-        missing = MIN_QUERY_ROWS - positions.shape[1]
-        if missing > 0:
-            positions = np.pad(positions, ((0, 0), (0, missing)), mode="edge")
         return self._tensor(np.arange(first_key, first_key + BLOCK) > positions[:, None, :, None])
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
