@@ -46,6 +46,12 @@ def make_model(kind: str) -> PreTrainedModel:
     return model.eval()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Several compute threads on shared cores wait for each other."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(params=sorted(MODELS))
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     """A tiny random model of each family, dropout off."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from laminar.config import Config
@@ -25,6 +26,7 @@ def start_folder(tmp_path: Path) -> Path:
     """A tokenizer, and generation settings that `save_pretrained` would refuse."""
     folder = tmp_path / "start"
     words = Tokenizer(WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    words.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?", chat_template="{{ messages }}").save_pretrained(
         folder
     )

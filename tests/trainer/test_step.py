@@ -195,6 +195,28 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(
     assert all(torch.equal(before[name], tensor) for name, tensor in weights_of(state).items())
 
 
+def test_equal_rewards_are_a_step_with_a_zero_gradient(
+    model: PreTrainedModel, make_batch: MakeBatch, make_config: MakeConfig
+) -> None:
+    """Fault 36: no advantage, no gradient; the optimizer's momentum and decay go on all the same."""
+    config = make_config(train__lr=0.01)
+    state = TrainState(model, step.make_optimizer(model, config))
+    train_batch(state, make_batch(), config)
+    moments = {id(p): {k: v.clone() for k, v in s.items()} for p, s in state.optimizer.state.items()}
+    before = weights_of(state)
+    batch = make_batch(1)
+    statistics = train_batch(state, replace(batch, rewards=(1.0,) * len(batch.rewards)), config)
+    assert (statistics["loss"], statistics["grad_norm"], statistics["zero_variance_fraction"]) == (0, 0, 1)
+    assert statistics["entropy"] is not None
+    assert statistics["skipped_steps"] == 0
+    for name, parameter in model.named_parameters():
+        old = moments[id(parameter)]
+        mean = 0.9 * old["exp_avg"] / (1 - 0.9**2)
+        square = 0.999 * old["exp_avg_sq"] / (1 - 0.999**2)
+        expected = before[name] * (1 - 0.01 * 0.01) - 0.01 * mean / (square.sqrt() + 1e-8)
+        torch.testing.assert_close(parameter.detach(), expected, atol=1e-6, rtol=1e-4)
+
+
 def test_an_empty_batch_changes_nothing(model: PreTrainedModel, make_batch: MakeBatch, make_config: MakeConfig) -> None:
     state = plain_descent(model)
     before = weights_of(state)

@@ -7,7 +7,8 @@ Waits for: the next batch, and nothing else. One request is outstanding while th
 Unblocked by: a batch, None (the run is over), or `stop`.
 Invariants:
     - a version is recorded before it is published, and published before its batch counts as trained;
-    - a checkpoint is written before the `trained` that names it;
+    - a batch counts as trained before a checkpoint holds it: what is counted twice is counted once, but what a
+      checkpoint holds is never asked for again;
     - after a restart, no version is published below the highest number on record, so that nobody sees weights
       older than those that work was issued under; the batches up to there are trained again from the checkpoint.
 """
@@ -153,9 +154,9 @@ class TrainerLoop:
             "publish_stall_s": time.monotonic() - trained,
         }
         number = self._state.version.number
-        self._save_if(number % self._config.train.checkpoint_every == 0 or self._is_last())
         report = Trained(batch.update, self._state.version, self._checkpoint, statistics)
         self._store.trained(report)
+        self._save_if(number % self._config.train.checkpoint_every == 0 or self._is_last())
         if self._on_iteration is not None:
             self._on_iteration(report)
 

@@ -17,7 +17,7 @@ from laminar.trainer.packing import Layout
 
 Dtype = Literal["fp32", "bf16"]
 
-CHUNK_LOGITS = 2**25
+CHUNK_LOGITS = 2**26
 """Logits held at once. With more, each chunk is computed again in the backward pass."""
 
 

@@ -66,12 +66,19 @@ def learning_rate(lr: float, warmup_steps: int, optimizer_steps: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class _MicroBatch:
+    layout: Layout
+    teaches: bool
+    """Whether its gradient can be other than exactly 0; if not, it is measured and not differentiated."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Work:
     """A batch ready for training. T response tokens; the tensors are on the model's device."""
 
     samples: Samples
-    mini_batches: list[list[Layout]]
-    """micro-batches of each optimizer step"""
+    mini_batches: list[list[_MicroBatch]]
+    """of each optimizer step"""
     sequence: Tensor
     """int64 [T]"""
     mask: Tensor
@@ -111,9 +118,9 @@ def train_batch(state: TrainState, batch: Batch, config: Config) -> Statistics:
     losses, norms = [], []
     statistics["lr"] = None
     skipped_before = state.skipped_steps
-    for layouts in work.mini_batches:
+    for micro_batches in work.mini_batches:
         statistics["lr"] = learning_rate(config.train.lr, config.train.warmup_steps, state.optimizer_steps)
-        loss, norm = _optimizer_step(state, work, layouts, config, totals)
+        loss, norm = _optimizer_step(state, work, micro_batches, config, totals)
         losses.append(loss)
         norms.append(norm)
     statistics["loss"] = _finite_mean(losses)
@@ -129,7 +136,10 @@ def _prepare(state: TrainState, batch: Batch, samples: Samples, config: Config) 
     on_policy = packing.generated_by(batch, state.version)
     share = can_share_prompts(state.model) and (state.reference is None or can_share_prompts(state.reference))
     parts = packing.mini_batches(samples.groups, train.num_mini_batches, config.seed, batch.update)
-    minis = [_layouts(samples, part, share, train.micro_batch_tokens) for part in parts]
+    token_advantages = advantages[samples.sequence]
+    taught = mask & ((token_advantages != 0) | (state.reference is not None))
+    teaches = np.bincount(samples.sequence[taught], minlength=len(samples.groups)) > 0
+    minis = [_micro_batches(samples, part, teaches, share, train.micro_batch_tokens) for part in parts]
 
     def tensor(array: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array.copy()).to(device)
@@ -140,22 +150,27 @@ def _prepare(state: TrainState, batch: Batch, samples: Samples, config: Config) 
         sequence=tensor(samples.sequence),
         mask=tensor(mask),
         behaviour=tensor(samples.behaviour),
-        advantage=tensor(advantages[samples.sequence]),
+        advantage=tensor(token_advantages),
         on_policy=tensor(on_policy),
         old=torch.zeros(len(mask), dtype=state.model.dtype, device=device) if len(minis) > 1 else None,
     )
     if work.old is not None:
-        for layout in (layout for layouts in minis for layout in layouts):
+        for layout in (micro_batch.layout for micro_batches in minis for micro_batch in micro_batches):
             work.old[torch.from_numpy(layout.tokens)] = _frozen_logprobs(state.model, layout, config).to(work.old.dtype)
     return work
 
 
-def _layouts(samples: Samples, positions: Sequence[int], share_prompts: bool, token_budget: int) -> list[Layout]:
-    rows = packing.make_rows(samples, positions, share_prompts)
-    lengths = [packing.row_length(samples, row) for row in rows]
-    return [
-        packing.make_layout(samples, [rows[i] for i in batch]) for batch in packing.micro_batches(lengths, token_budget)
-    ]
+def _micro_batches(
+    samples: Samples, positions: Sequence[int], teaches: NDArray[np.bool_], share_prompts: bool, token_budget: int
+) -> list[_MicroBatch]:
+    """Micro-batches of one mini-batch. Samples that teach nothing (equal rewards) are kept apart from the others."""
+    result = []
+    for wanted in (True, False):
+        rows = packing.make_rows(samples, [i for i in positions if teaches[i] == wanted], share_prompts)
+        lengths = [packing.row_length(samples, row) for row in rows]
+        for batch in packing.micro_batches(lengths, token_budget):
+            result.append(_MicroBatch(packing.make_layout(samples, [rows[i] for i in batch]), wanted))
+    return result
 
 
 def _frozen_logprobs(model: PreTrainedModel, layout: Layout, config: Config) -> Tensor:
@@ -164,11 +179,13 @@ def _frozen_logprobs(model: PreTrainedModel, layout: Layout, config: Config) -> 
 
 
 def _optimizer_step(
-    state: TrainState, work: _Work, layouts: Sequence[Layout], config: Config, totals: dict[str, float]
+    state: TrainState, work: _Work, micro_batches: Sequence[_MicroBatch], config: Config, totals: dict[str, float]
 ) -> tuple[float, float | None]:
     """One mini-batch. Returns its loss and the norm of its gradient before clipping (None if all was masked)."""
     train = config.train
-    tokens = torch.from_numpy(np.concatenate([layout.tokens for layout in layouts])).to(work.mask.device)
+    tokens = torch.from_numpy(np.concatenate([micro_batch.layout.tokens for micro_batch in micro_batches])).to(
+        work.mask.device
+    )
     unmasked = tokens[work.mask[tokens]]
     if not len(unmasked):
         state.skipped_steps += 1
@@ -185,8 +202,11 @@ def _optimizer_step(
     )
     state.optimizer.zero_grad(set_to_none=True)
     loss = 0.0
-    for layout in layouts:
-        loss += _backward(state, work, layout, weights, config, totals)
+    for micro_batch in micro_batches:
+        loss += _accumulate(state, work, micro_batch, weights, config, totals)
+    for parameter in state.model.parameters():
+        if parameter.grad is None:  # nothing taught anything: a step by momentum, as with a gradient of 0
+            parameter.grad = torch.zeros_like(parameter)
     norm = float(clip_grad_norm_(state.model.parameters(), train.max_grad_norm))
     if math.isfinite(norm) and math.isfinite(loss):
         for group in state.optimizer.param_groups:
@@ -199,14 +219,14 @@ def _optimizer_step(
     return loss, norm
 
 
-def _backward(
-    state: TrainState, work: _Work, layout: Layout, weights: Tensor, config: Config, totals: dict[str, float]
+def _accumulate(
+    state: TrainState, work: _Work, micro_batch: _MicroBatch, weights: Tensor, config: Config, totals: dict[str, float]
 ) -> float:
     """Add the gradient of one micro-batch to the parameters and its sums to `totals`. Returns its share of the loss."""
-    train = config.train
+    train, layout = config.train, micro_batch.layout
     tokens = torch.from_numpy(layout.tokens).to(work.mask.device)
     reference = None if state.reference is None else _frozen_logprobs(state.reference, layout, config)
-    with autocast(train.dtype, state.model.device.type):
+    with torch.set_grad_enabled(micro_batch.teaches), autocast(train.dtype, state.model.device.type):
         new, entropy = token_logprobs(state.model, layout, config.rollout.temperature)
     old = new.detach() if work.old is None else work.old[tokens]
     mask, behaviour = work.mask[tokens], work.behaviour[tokens].to(new.dtype)
@@ -214,7 +234,8 @@ def _backward(
     loss, sums = policy_loss(
         new, old, behaviour, mask, work.advantage[tokens], weights[tokens], settings, reference=reference
     )
-    torch.autograd.backward(loss)
+    if micro_batch.teaches:
+        torch.autograd.backward(loss)
 
     sums["entropy"] = torch.where(mask, entropy, 0.0).sum()
     gap = (old - behaviour).abs()[mask & work.on_policy[tokens]]
