@@ -1,0 +1,93 @@
+"""What a user sees when a part of a run fails: the run ends soon, says why, and loses nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from laminar import reports
+from laminar.errors import RunFailed
+from tests.runtime.conftest import Command, Run, check_account, sort_config, wait_until
+
+
+@pytest.fixture
+def rewards(tmp_path: Path) -> Path:
+    """Reward functions of a careless user."""
+    path = tmp_path / "rewards.py"
+    path.write_text(
+        "def raises(completions, answer):\n"
+        "    raise ZeroDivisionError('my own mistake')\n"
+        "def some_fail(completions, answer):\n"
+        "    return [None if c[:1] < '3' else float('nan') if c[:1] < '6' else 1.0 * len(c) for c in completions]\n"
+    )
+    return path
+
+
+def test_a_reward_that_always_raises_stops_the_run(run: Run, rewards: Path) -> None:
+    """Faults 4 and 18: the message names the function and what it raised; the account stays closed."""
+    with pytest.raises(RunFailed) as failure:
+        run(sort_config("iterations=5", f'reward.functions=["{rewards}:raises"]', "reward.max_failures=3"))
+    assert "raises" in str(failure.value) and "my own mistake" in str(failure.value)
+
+
+def test_failed_scores_are_dropped_not_trained(run: Run, rewards: Path) -> None:
+    """Invariant 3 and fault 16: what could not be scored has a reason in the ledger and is in no batch."""
+    outcome = run(sort_config("iterations=3", f'reward.functions=["{rewards}:some_fail"]', "reward.max_failures=1000"))
+    account = reports.ledger(outcome.folder)["samples"]
+    assert set(account["dropped"]) <= {"reward_error", "reward_none", "group_incomplete", "run_ended"}
+    assert {"reward_error", "reward_none"} & set(account["dropped"])
+    rows = reports.samples(outcome.folder)["samples"]
+    trained = [r for r in rows if r["state"] == "trained"]
+    assert len(trained) == account["trained"] and all(r["reward"] is not None for r in trained)
+
+
+@pytest.mark.parametrize("role", ["replica", "trainer", "datastore", "manager", "relay", "scorer"])
+def test_the_death_of_a_process_ends_the_run(command: Callable[..., Command], role: str) -> None:
+    """Fault 2: any process of the run is killed; within seconds exit 1 and a message; then `--resume` ends the run."""
+    first = command("iterations=200", "train.checkpoint_every=3")
+    wait_until(lambda: first.num_rows >= 2, "two iterations")
+    os.kill(first.pid_of(role), signal.SIGKILL)
+    code, out = first.wait(within_s=30)
+    assert code == 1 and role in out and "--resume" in out and "Traceback" not in out
+    first.assert_nothing_left()
+    rows = first.num_rows
+
+    second = command(f"iterations={rows + 2}", resume=True)
+    code, out = second.wait()
+    assert code == 0, out
+    second.assert_nothing_left()
+    account = check_account(second.folder, completed=True)
+    assert second.num_rows == rows + 2 and account["restarts"] == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+@pytest.mark.parametrize("moment", ["starting", "training"])
+def test_a_signal_ends_the_run_in_order(command: Callable[..., Command], number: signal.Signals, moment: str) -> None:
+    """Fault 10: all children are gone within 10 s, the exit code is 130, and `--resume` goes on."""
+    first = command("iterations=200")
+    if moment == "training":
+        wait_until(lambda: first.num_rows >= 2, "two iterations")
+    else:
+        wait_until(first.pids, "the first process")
+    first.process.send_signal(number)
+    code, out = first.wait(within_s=15)
+    assert code == 130 and "--resume" in out and "Traceback" not in out
+    first.assert_nothing_left()
+
+    second = command(f"iterations={first.num_rows + 2}", resume=True)
+    code, out = second.wait()
+    assert code == 0, out
+    check_account(second.folder, completed=True)
+
+
+def test_a_run_can_not_be_resumed_twice_at_once(command: Callable[..., Command]) -> None:
+    """A run folder has one driver: the second one is refused with one message."""
+    first = command("iterations=200")
+    wait_until(lambda: first.num_rows >= 1, "one iteration")
+    code, out = command(resume=True).wait()
+    assert code == 2 and "is going on" in out
+    assert first.process.poll() is None
