@@ -58,7 +58,7 @@ class ReplicaLoad:
 
 @dataclass(frozen=True, slots=True)
 class RepackLimits:
-    """What a plan may do. The defaults decline nothing that fits. Raises ProtocolError for a negative limit, or a speed of 0."""
+    """What a plan may do. The defaults decline nothing that fits. Raises ProtocolError if one is out of range."""
 
     kv_fraction: float = 1.0
     """Share of a destination's KV capacity that may be in use after its moves."""
