@@ -29,6 +29,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 done, 1 the run failed, 2 bad usage or config, 130 interrupted.",
 )
+bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure one part alone.")
+app.add_typer(bench, name="bench")
 
 Arguments = Annotated[
     list[str] | None,
@@ -279,6 +281,23 @@ def export(
         print_json(result)
     else:
         print(f"version {result['version']} is in {result['path']}")
+
+
+@bench.command("plan")
+def bench_plan(
+    replicas: Annotated[int, typer.Option("--replicas", min=1, help="Size of the random fleet.")] = 4096,
+    as_json: AsJson = False,
+) -> None:
+    """Say how long planning one repack takes (processor time, median of several runs)."""
+    from dataclasses import asdict
+
+    from laminar.bench.plan import measure
+
+    result = measure(replicas)
+    if as_json:
+        print_json(asdict(result))
+    else:
+        print(f"{result.replicas} replicas: {result.moves} moves planned in {1_000 * result.seconds:.1f} ms")
 
 
 def _as_object(problem: UserError) -> dict[str, str | None]:

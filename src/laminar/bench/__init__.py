@@ -1,0 +1,1 @@
+"""Measurements that `laminar bench` makes: how fast one part is, alone."""
