@@ -52,6 +52,11 @@ PLANS = {
     "requests just within the bound": ([load("a", 1, 3), load("b", 2, 5)], RepackLimits(max_requests=8), [("a", "b")]),
     "requests just beyond it": ([load("a", 1, 4), load("b", 2, 5)], RepackLimits(max_requests=8), []),
     "a destination is never a source": ([load("a", 10), load("b", 45), load("c", 50)], RepackLimits(), [("a", "c")]),
+    "equally full: by id, though the other has less room": (
+        [load("a", 80, capacity=120), load("b", 80), load("c", 10)],
+        RepackLimits(),
+        [("c", "a")],
+    ),
     "the bound is the destination's": (
         [load("a", 150, capacity=1000), load("b", 90)],
         RepackLimits(),
@@ -264,6 +269,15 @@ def test_a_large_fleet_keeps_the_invariants_too(kind: str) -> None:
         plan.moves, {name: reason.replace("no destination has", "found no") for name, reason in plan.declined.items()}
     )
     check(loads, limits, plan)
+
+
+def test_in_a_large_fleet_too_the_bound_is_the_destinations() -> None:
+    loads = []
+    for version in range(THOROUGH):
+        loads += [load(f"small-{version}", 90, version=version)]
+        loads += [load(f"large-{version}", 150, capacity=1000, version=version)]
+    plan = plan_repack(loads, RepackLimits())
+    assert {move.source for move in plan.moves} == {f"small-{version}" for version in range(THOROUGH)}
 
 
 def test_hashes_do_not_matter() -> None:
