@@ -225,11 +225,11 @@ class Accounts:
         Raises ProtocolError if the owner leaves a gap or overlaps.
         """
         s = self._current(sample_id, owner_epoch)
-        if s is None or s.state not in ("issued", "running"):
+        if s is None or s.state == "dropped":
             return None
         if start + length <= s.length:
             return False
-        if start != s.length:
+        if start != s.length or s.state not in ("issued", "running"):
             raise ProtocolError(f"tokens for {sample_id} start at {start}, {s.length} are stored")
         s.length += length
         self.touched.add(sample_id.group)

@@ -24,13 +24,16 @@ class Verdict:
     reason: str
 
 
-def forgive(processes: Iterable[Process], gap_s: float) -> None:
-    """Extend all deadlines by what a gap of `gap_s` between two ticks is too long."""
-    lost = gap_s - LONGEST_TICK_S
-    if lost > 0:
-        for process in processes:
-            process.heard += lost
-            process.moved += lost
+def lost_time(gap_s: float) -> float:
+    """Seconds by which a gap between two ticks is too long: the manager was away."""
+    return max(0.0, gap_s - LONGEST_TICK_S)
+
+
+def forgive(now: float, processes: Iterable[Process], lost_s: float) -> None:
+    """Extend all deadlines by time that the manager lost; what was heard since then stays heard at most now."""
+    for process in processes:
+        process.heard = min(now, process.heard + lost_s)
+        process.moved = min(now, process.moved + lost_s)
 
 
 def judge(now: float, processes: Iterable[Process], settings: Settings) -> list[Verdict]:

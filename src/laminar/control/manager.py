@@ -49,7 +49,9 @@ class Manager:
         self._apply(now, event)
         if self.ended is not None:
             return []
-        commands = list(self._end_if_over(now))
+        if isinstance(event, Tick):
+            self._judge(now)
+        commands = list(self._end_if_over())
         if not commands:
             commands += self.schedule.plan(self.state)
             commands += self._keep()
@@ -63,15 +65,18 @@ class Manager:
             case ReplicaBeat() | RelayBeat() | TrainerBeat():
                 self._beat(now, event)
             case Tick():
-                if self.last_tick is not None:
-                    liveness.forgive(state.processes.values(), now - self.last_tick)
+                lost = 0.0 if self.last_tick is None else liveness.lost_time(now - self.last_tick)
+                liveness.forgive(now, state.processes.values(), lost)
+                state.progress_at = min(now, state.progress_at + lost)
                 self.last_tick = now
                 for beat in event.beats:
                     self._beat(now, beat)
             case StoreEvents():
-                for store_event in event.events:
+                # rows are numbered without gaps; a resend may begin with rows that have been seen
+                unseen = max(0, event.last - state.outbox)
+                for store_event in event.events[-unseen:] if unseen else ():
                     state.store_event(now, store_event)
-                state.outbox = event.last
+                state.outbox = max(state.outbox, event.last)
             case Recovered():
                 state.recover(now, event)
             case ProcessStarted():
@@ -107,24 +112,28 @@ class Manager:
 
     # ------------------------------------------------------------ the end
 
-    def _end_if_over(self, now: float) -> Iterator[Command]:
+    def _judge(self, now: float) -> None:
+        """Who is silent, and whether the run goes on at all. Only in a tick: it knows how long the manager was away."""
         state = self.state
         for verdict in liveness.judge(now, state.processes.values(), self.settings):
             line = f"{verdict.process.role} {verdict.process.id} is {verdict.state}: {verdict.reason}"
             self.notes.append(line)
             if verdict.state == "dead":
                 state.fatal = state.fatal or line
+        stalled_s = now - state.progress_at
+        if state.trainer.state != "starting" and stalled_s > self.settings.stall_timeout_s:
+            waits = "\n".join(f"  {line}" for line in waiting_for(state))
+            state.fatal = state.fatal or f"nothing has finished for {stalled_s:.0f} s:\n{waits}"
+
+    def _end_if_over(self) -> Iterator[Command]:
+        state = self.state
         if self.interrupted is not None:
             yield from self._finish("interrupted", self.interrupted)
         elif state.fatal is not None:
             yield from self._finish("failed", state.fatal)
-        elif state.trainer.state == "done":
-            if not schedule.due_evaluations(state):
-                yield Complete("all batches are trained")
-                yield from self._finish("completed", "all batches are trained")
-        elif state.trainer.state != "starting" and now - state.progress_at > self.settings.stall_timeout_s:
-            waits = "\n".join(f"  {line}" for line in waiting_for(state))
-            yield from self._finish("failed", f"nothing has finished for {now - state.progress_at:.0f} s:\n{waits}")
+        elif state.trainer.state == "done" and not schedule.due_evaluations(state):
+            yield Complete("all batches are trained")
+            yield from self._finish("completed", "all batches are trained")
 
     def _finish(self, outcome: str, message: str) -> Iterator[Command]:
         self.ended = EndRun(outcome, message)
@@ -152,6 +161,8 @@ def waiting_for(state: State) -> list[str]:
     lines = [f"trainer: {state.trainer.state}; batch {state.update} needs {s.groups_per_batch} buffered groups"]
     unbuffered = sorted(g for g, word in state.live.items() if word != "buffered")
     lines.append(f"  {len(state.live) - len(unbuffered)} are buffered, these are not finished: {_some(unbuffered)}")
+    if due := schedule.due_evaluations(state):
+        lines.append(f"evaluations that are not done: of version {_some(due)}")
     for replica in sorted(state.replicas.values(), key=lambda r: r.id):
         text = f"replica {replica.id}: {replica.activity}, version {replica.version}"
         if replica.pulling is not None:

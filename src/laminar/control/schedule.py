@@ -52,7 +52,8 @@ class Waves:
                 yield command
         standing = len(state.live) + state.granted + state.cut_groups
         alive = state.alive()
-        between = standing % batch == 0 and not state.num_unfinished and not state.granted
+        issued = standing % batch == 0 or state.exhausted  # the last wave has no places left, whatever its size
+        between = issued and not state.num_unfinished and not state.granted
         if between:
             for replica in _waiting(state):
                 if command := _evaluate(state, replica) or _newer_weights(state, replica):

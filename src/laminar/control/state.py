@@ -170,6 +170,8 @@ class State:
             if replica.pulling is not None:
                 replica.pulling = None
                 replica.move("failed")
+                if replica.version is not None:  # it keeps what it had
+                    replica.move("loaded")
 
     def relay_beat(self, now: float, beat: RelayBeat) -> None:
         if self.heard(now, "relay", beat.relay, beat.incarnation) is None:
