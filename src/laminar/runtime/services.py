@@ -120,6 +120,7 @@ class ManagerService:
         sender = sender_of(beat)
         box = self._box(sender)
         if is_news(self.last.get(sender), beat):
+            self.quiet.pop(sender, None)  # what the next tick would carry is older than this
             self.handle(beat)
         else:
             self.quiet[sender] = beat
