@@ -152,7 +152,7 @@ class Replica:
                 if self._pull is not None and not self._held and not work:
                     pull, self._pull = self._pull, None
             self._forget(cancelled)
-            self._begin(work)
+            self._begin([w for w in work if (w.sample, w.owner_epoch) not in cancelled])
             if pull is not None:
                 self._load(pull.version)
             if any(h.finish_reason is None and h.failure is None for h in self._held.values()):
@@ -176,6 +176,8 @@ class Replica:
                 raise ProtocolError(
                     f"{self.name} holds version {self._version}, was sent {item.sample} of {item.version}"
                 )
+            if item.sample in self._held:
+                self.engine.release([item.sample])
             response = np.frombuffer(item.response, np.int32)
             held = Held(item, len(response), len(response))
             try:
@@ -230,18 +232,23 @@ class Replica:
             self._state, self._beat_now = "loading", True
             self._news.notify_all()
         ref = self.versions.find(version)
-        if ref is not None:
-            try:
-                self.engine.load_weights(ref)
-            except VersionGone:
-                ref = None
-            except WeightsError:
-                self.engine.load_weights(ref)
+        try:
+            loaded = ref is not None and self._try_load(ref)
+        except WeightsError:
+            loaded = ref is not None and self._try_load(ref)
         with self._news:
-            self._failed_pulls += ref is None
+            self._failed_pulls += not loaded
             self._version = None if self.engine.loaded is None else self.engine.loaded.version
             self._state, self._beat_now = "idle", True
             self._news.notify_all()
+
+    def _try_load(self, ref: SlotRef) -> bool:
+        """False: the slot has been taken for a newer version."""
+        try:
+            self.engine.load_weights(ref)
+        except VersionGone:
+            return False
+        return True
 
     # ------------------------------------------------------------ exchange with the data store
 
