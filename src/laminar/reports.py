@@ -9,6 +9,7 @@ import json
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,12 @@ def ledger(folder: RunFolder) -> Json:
     Closed: dispatched = trained + dropped + in flight, for samples and groups, of training and of evaluation, and no
     violation. Counts come from the rows; what is checked against them comes from the counters and the cuts.
     """
-    db = schema.connect_read_only(folder.database)
+    with closing(schema.connect_read_only(folder.database)) as db:
+        return _ledger(db, folder)
+
+
+def _ledger(db: sqlite3.Connection, folder: RunFolder) -> Json:
+    db.execute("BEGIN")  # one moment for all queries, though the run goes on beside
     counters = json.loads(schema.get_meta(db, "counters", "{}"))
     samples, groups = (_counts(db, what, "train") for what in ("samples", "groups"))
     evaluation = {what: _counts(db, what, "eval") for what in ("samples", "groups")}
@@ -150,18 +156,20 @@ def processes(folder: RunFolder) -> Json:
 
 def samples(folder: RunFolder, group: int | None = None, last: int | None = None) -> Json:
     """Samples with their text, of one group or of the `last` groups; texts of old groups are gone (None)."""
-    db = schema.connect_read_only(folder.database)
     where, values = "1", []
     if group is not None:
         where, values = "g.id = ?", [group]
     elif last is not None:
-        where, values = "g.id IN (SELECT id FROM groups WHERE prompt_text IS NOT NULL ORDER BY id DESC LIMIT ?)", [last]
-    rows = db.execute(
+        where, values = (
+            "g.id IN (SELECT id FROM groups WHERE kind = 'train' AND prompt_text IS NOT NULL ORDER BY id DESC LIMIT ?)",
+            [last],
+        )
+    query = (
         "SELECT g.id AS 'group', s.idx AS 'index', s.attempt, s.version, s.state, g.prompt_text AS prompt, "
-        f"s.completion, s.reward FROM samples s JOIN groups g ON g.id = s.group_id WHERE {where} ORDER BY g.id, s.idx",
-        values,
+        f"s.completion, s.reward FROM samples s JOIN groups g ON g.id = s.group_id WHERE {where} ORDER BY g.id, s.idx"
     )
-    return {"samples": [dict(row) for row in rows]}
+    with closing(schema.connect_read_only(folder.database)) as db:
+        return {"samples": [dict(row) for row in db.execute(query, values)]}
 
 
 # ---------------------------------------------------------------- replay
