@@ -6,11 +6,15 @@ import sqlite3
 from collections.abc import Sequence
 
 from laminar.control.accounts import Cut
+from laminar.errors import ProtocolError
 from laminar.types import Batch, BatchChunk, Version
 
 
 def read_batch(db: sqlite3.Connection, cut: Cut) -> Batch:
-    """All scored members of the groups of a cut. An empty cut gives an empty batch."""
+    """All scored members of the groups of a cut. An empty cut gives an empty batch.
+
+    Raises ProtocolError if the rows have been freed.
+    """
     ids: list[tuple[int, int, int]] = []
     versions: list[Version] = []
     prompts: list[bytes] = []
@@ -23,6 +27,8 @@ def read_batch(db: sqlite3.Connection, cut: Cut) -> Batch:
     response_lengths: list[int] = []
     for group_id in sorted(cut.groups):
         (prompt,) = db.execute("SELECT prompt FROM groups WHERE id = ?", (group_id,)).fetchone()
+        if prompt is None:
+            raise ProtocolError(f"batch {cut.update} was asked for after a checkpoint that holds it was reported")
         members = db.execute(
             "SELECT idx, attempt, lineage, version, length, finish_reason, reward FROM samples "
             "WHERE group_id = ? AND state IN ('scored', 'trained') ORDER BY idx",

@@ -60,7 +60,7 @@ def connect_read_only(path: Path) -> sqlite3.Connection:
         raise StorageError(
             "no database here", where=str(path), fix="give the folder of a run, as `laminar train` printed it"
         )
-    db = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+    db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)
     db.row_factory = sqlite3.Row
     return db
 
@@ -104,6 +104,13 @@ def save_groups(db: sqlite3.Connection, groups: Iterable[Group]) -> None:
             for s in g.samples
         ],
     )
+
+
+def free_rows(db: sqlite3.Connection, groups: Iterable[int]) -> None:
+    """Let go of what only generating, scoring and training these groups needed: tokens, prompt, dataset row."""
+    ids = [(group,) for group in groups]
+    db.executemany("DELETE FROM chunks WHERE group_id = ?", ids)
+    db.executemany("UPDATE groups SET data = NULL, prompt = NULL WHERE id = ?", ids)
 
 
 def _outcome(s: Sample) -> tuple[str | None, float | None, str | None, int | None]:

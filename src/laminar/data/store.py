@@ -21,11 +21,12 @@ from laminar.control import codec
 from laminar.control.accounts import Accounts, Cut, Group, Order, Sample
 from laminar.control.commands import Command, Complete, GiveUpEval, Issue, Restart
 from laminar.control.events import CutTrained, EvalDone, Fatal, Recovered, StoreEvent, StoreEvents
+from laminar.control.ledger import TERMINAL
 from laminar.data import schema
 from laminar.data.batches import read_batch
 from laminar.data.metrics import RowFile, iteration_row, stored_rows
 from laminar.data.prompts import Drawn, PromptSource
-from laminar.errors import DataError, StorageError
+from laminar.errors import DataError, ProtocolError, StorageError
 from laminar.types import (
     Batch,
     GroupScore,
@@ -71,8 +72,12 @@ class DataStore:
         self._mailbox: dict[str, list[SampleId]] = {}
         self._cancel: dict[tuple[str, int], dict[tuple[SampleId, int], None]] = {}
         self._handed: tuple[int, set[int]] = (0, set())
+        self._freed_batches = self._freed_texts = 0
+        """Below these, rows have been freed since this start."""
+        self._failure: BaseException | None = None
+        """What broke a transaction off: the account is ahead of the database then, and nothing more is done."""
         self._busy_s: dict[tuple[str, int], float] = {}
-        self._last_row = (clock(), 0.0, 0)
+        self._last_row = (clock(), 0.0, sum(row["num_dropped"] for row in stored_rows(self.db, "metrics")))
         """Time, busy seconds of all replicas, and dropped samples at the last metrics row."""
         with self._transaction():
             schema.set_meta(self.db, "term", self.term)
@@ -86,7 +91,9 @@ class DataStore:
         for sample in list(self.accounts.unfinished()):
             if sample.state != "orphan":
                 self.accounts.orphan(sample)
+        # a manager begins with `recovered`; what was said before it is part of that
         self.accounts.events.clear()
+        self.db.execute("DELETE FROM outbox")
 
     def recovered(self) -> Recovered:
         """The counts with which a manager begins its term."""
@@ -273,7 +280,12 @@ class DataStore:
     # ------------------------------------------------------------ trainer
 
     def next_batch(self, update: int) -> Batch | None:
-        """Cut `update`, made now if the rules allow it, the same ever after. None: not yet (or, if `over`, never)."""
+        """Cut `update`, made now if the rules allow it, the same ever after. None: not yet (or, if `over`, never).
+
+        Raises ProtocolError for a batch beyond the cuts, or one that a reported checkpoint holds.
+        """
+        if update > self.accounts.update:
+            raise ProtocolError(f"batch {update} was asked for, but {self.accounts.update} is the next to be cut")
         cut = self._standing_cut(update)
         if cut is None and update == self.accounts.update:
             with self._transaction(durable=True):
@@ -344,11 +356,13 @@ class DataStore:
 
     def _free_rows(self, trained: Trained) -> None:
         """Tokens are needed until a later checkpoint is durable; texts of old groups go too."""
-        self.db.execute(
-            "DELETE FROM chunks WHERE group_id IN (SELECT id FROM groups WHERE batch < ?)", (trained.checkpoint,)
-        )
-        old = self.accounts.next_group - KEPT_TEXTS
-        self.db.execute("UPDATE samples SET completion = NULL WHERE group_id < ? AND completion IS NOT NULL", (old,))
+        batches = self._freed_batches, trained.checkpoint
+        found = self.db.execute("SELECT id FROM groups WHERE batch >= ? AND batch < ?", batches).fetchall()
+        schema.free_rows(self.db, [group for (group,) in found])
+        groups = self._freed_texts, self.accounts.next_group - KEPT_TEXTS
+        self.db.execute("UPDATE samples SET completion = NULL WHERE group_id >= ? AND group_id < ?", groups)
+        self.db.execute("UPDATE groups SET prompt_text = NULL WHERE id >= ? AND id < ?", groups)
+        self._freed_batches, self._freed_texts = max(batches), max(groups)
 
     # ------------------------------------------------------------ transactions
 
@@ -358,35 +372,46 @@ class DataStore:
     @contextmanager
     def _transaction(self, durable: bool = False) -> Iterator[None]:
         """All or nothing; `durable` also survives power loss. Rows and events of the account go in with it."""
+        if self._failure is not None:
+            raise StorageError(f"the data store has failed: {self._failure}", where="data.sqlite")
         try:
             if durable:
                 self.db.execute("PRAGMA synchronous=FULL")
             self.db.execute("BEGIN IMMEDIATE")
             before = self.db.total_changes
             yield
-            self._flush()
+            evals = self._flush()
             self.db.execute("COMMIT")
             if durable:
                 self.db.execute("PRAGMA synchronous=NORMAL")
-        except sqlite3.OperationalError as error:
-            raise StorageError(f"the database can't be written: {error}", where="data.sqlite") from error
+        except BaseException as error:
+            self._failure = error
+            if self.db.in_transaction:
+                self.db.execute("ROLLBACK")
+            if isinstance(error, sqlite3.OperationalError):
+                raise StorageError(f"the database can't be written: {error}", where="data.sqlite") from error
+            raise
         self.changes += self.db.total_changes != before
+        for row in evals:
+            self.evals.append(row)
 
-    def _flush(self) -> None:
+    def _flush(self) -> list[dict[str, object]]:
+        """Rows and events of the account, into the open transaction. Returns evaluations that are done."""
         accounts = self.accounts
         if not accounts.touched and not accounts.events:
-            return
+            return []
         events = accounts.drain_events()
         evals = [self._eval_row(e.version) for e in events if isinstance(e, EvalDone)]
-        schema.save_groups(self.db, [accounts.groups[g] for g in sorted(accounts.touched)])
+        groups = [accounts.groups[g] for g in sorted(accounts.touched)]
+        schema.save_groups(self.db, groups)
+        schema.free_rows(self.db, [g.id for g in groups if g.state in TERMINAL and g.update is None])
         schema.save_counters(self.db, accounts)
         self._put_events(events)
         for replica, incarnation, sample, epoch in accounts.cancelled:
             self._cancel.setdefault((replica, incarnation), {})[sample, epoch] = None
         accounts.cancelled.clear()
         accounts.forget_terminal()
-        for row in evals:
-            self.evals.append(row)
+        return evals
 
     def _put_events(self, events: Sequence[StoreEvent]) -> None:
         self.db.executemany(
