@@ -163,6 +163,7 @@ def generate_and_score(store: DataStore) -> None:
         GroupScore(
             g.group,
             tuple(MemberScore(m.index, m.attempt, m.index / 2, {"right": 1.0, "short": None}) for m in g.members),
+            metrics={"words": 3.0},
         )
         for g in groups
     ]
@@ -192,7 +193,7 @@ def documented_keys(heading: str) -> set[str]:
 
 def written_keys(path: Path) -> set[str]:
     (row,) = map(json.loads, path.read_text().splitlines())
-    return {re.sub("^rewards/.*", "rewards/<function>", key) for key in row}
+    return {re.sub("^logged/.*", "logged/<name>", re.sub("^rewards/.*", "rewards/<function>", key)) for key in row}
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "eval.jsonl"])
@@ -211,6 +212,7 @@ def test_numbers_of_a_row_are_those_of_its_batch(run_folder: Path) -> None:
         "staleness_use_max": 0,
         "rewards/right": 1.0,
         "rewards/short": None,
+        "logged/words": 3.0,
         "reward_mean": 0.25,
         "zero_variance_fraction": 0.0,
         "truncated_fraction": 0.0,

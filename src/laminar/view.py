@@ -6,7 +6,6 @@ On a terminal one line is kept up to date; anywhere else each iteration is a pla
 from __future__ import annotations
 
 import threading
-import time
 from types import TracebackType
 from typing import Any, Self
 
@@ -29,7 +28,8 @@ class View:
         self._rows = sum(1 for _ in read_jsonl(folder.metrics))
         self._evals = sum(1 for _ in read_jsonl(folder.evals))
         self._first_row = self._rows
-        self._began = time.monotonic()
+        self._pace: tuple[int, float] | None = None
+        """Version and time of the first row of this start: start-up says nothing about the rest."""
         self._phase = ""
         self._progress = Progress(
             SpinnerColumn(),
@@ -97,9 +97,11 @@ class View:
     def _left(self, row: dict[str, Any]) -> str:
         if self.iterations is None:
             return ""
-        done = row["version"] - self._first_row
-        left = (self.iterations - row["version"]) * (time.monotonic() - self._began) / max(1, done)
-        return f", about {_duration(left)} left" if left else ""
+        if self._pace is None:
+            self._pace = row["version"], row["time_s"]
+        done, spent = row["version"] - self._pace[0], row["time_s"] - self._pace[1]
+        left = self.iterations - row["version"]
+        return f", about {_duration(left * spent / done)} left" if done and left else ""
 
 
 def describe(row: dict[str, Any], iterations: int | None) -> str:

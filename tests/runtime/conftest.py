@@ -162,6 +162,8 @@ def command(tmp_path: Path) -> Iterator[Callable[..., Command]]:
     for c in started:
         if c.process.poll() is None:
             c.kill_everything()
+        if c.process.stdout is not None:
+            c.process.stdout.close()
 
 
 def fingerprints(outcome: Outcome) -> dict[int, str]:

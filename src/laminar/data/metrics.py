@@ -40,18 +40,21 @@ def stored_rows(db: sqlite3.Connection, table: str) -> list[Row]:
 
 
 def iteration_row(
-    groups: Sequence[Group], update: int, num_tokens: int, rewards: Sequence[dict[str, float | None]]
+    groups: Sequence[Group],
+    update: int,
+    num_tokens: int,
+    rewards: Sequence[Row],
+    logged: Sequence[Row],
 ) -> Row:
     """What the data store knows of iteration `update`: sizes, lengths, staleness, rewards by function.
 
-    `rewards` = unweighted rewards by function of each trained sample.
+    `rewards` = unweighted rewards by function of each trained sample; `logged` = what the functions logged with
+    `log_metric`, of each group.
     """
     samples = [s for g in groups for s in g.members("trained")]
     lengths = [s.length for s in samples]
     generation = [s.staleness_generation or 0 for s in samples]
     use = [update - s.version.number for s in samples]
-    names = sorted({name for r in rewards for name in r})
-    by_function = {n: [v for r in rewards if (v := r.get(n)) is not None] for n in names}
     return {
         "num_samples": len(samples),
         "num_tokens": num_tokens,
@@ -61,7 +64,15 @@ def iteration_row(
         "staleness_generation_max": max(generation, default=None),
         "staleness_use_mean": _mean(use),
         "staleness_use_max": max(use, default=None),
-    } | {f"rewards/{name}": _mean(values) for name, values in by_function.items()}
+        **_means("rewards", rewards),
+        **_means("logged", logged),
+    }
+
+
+def _means(prefix: str, rows: Sequence[Row]) -> Row:
+    """`prefix/name` -> mean over the rows that have a number under `name`."""
+    names = sorted({name for row in rows for name in row})
+    return {f"{prefix}/{n}": _mean([v for row in rows if (v := row.get(n)) is not None]) for n in names}
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -21,7 +21,7 @@ CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITH
 CREATE TABLE IF NOT EXISTS groups (
     id INTEGER PRIMARY KEY, kind TEXT NOT NULL, cursor INTEGER NOT NULL, lineage INTEGER NOT NULL,
     version INTEGER NOT NULL, deadline INTEGER, state TEXT NOT NULL, batch INTEGER, part INTEGER, reason TEXT,
-    buffered_order INTEGER, data TEXT, prompt BLOB, prompt_tokens INTEGER, prompt_text TEXT);
+    buffered_order INTEGER, data TEXT, prompt BLOB, prompt_tokens INTEGER, prompt_text TEXT, logged TEXT);
 CREATE INDEX IF NOT EXISTS groups_by_batch ON groups (batch);
 CREATE TABLE IF NOT EXISTS samples (
     group_id INTEGER NOT NULL, idx INTEGER NOT NULL, state TEXT NOT NULL, attempt INTEGER NOT NULL, owner TEXT,

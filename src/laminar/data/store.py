@@ -259,7 +259,10 @@ class DataStore:
         return groups
 
     def _record_score(self, score: GroupScore) -> None:
-        self.db.execute("UPDATE groups SET prompt_text = ? WHERE id = ?", (score.prompt_text, score.group))
+        self.db.execute(
+            "UPDATE groups SET prompt_text = ?, logged = ? WHERE id = ?",
+            (score.prompt_text, json.dumps(score.metrics), score.group),
+        )
         for member in score.members:
             sample = SampleId(score.group, member.index)
             if self.accounts.score(sample, member.attempt, member.reward, member.failure):
@@ -340,7 +343,11 @@ class DataStore:
             f"WHERE g.id IN ({marks}) AND s.state = 'scored'",
             ids,
         ).fetchone()
-        row = iteration_row(groups, trained.update, num_tokens, rewards)
+        logged = [
+            json.loads(text or "{}")
+            for (text,) in self.db.execute(f"SELECT logged FROM groups WHERE id IN ({marks})", ids)
+        ]
+        row = iteration_row(groups, trained.update, num_tokens, rewards, logged)
         replicas = max(1, len(self._busy_s))
         return (
             {"version": trained.version.number, "time_s": now, "iteration_s": elapsed}

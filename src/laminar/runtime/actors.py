@@ -51,10 +51,13 @@ class Actor:
         return os.getpid()
 
     def limit_threads(self) -> None:
+        """As many compute threads as configured: more than there are cores stall each other."""
         import torch
+        from transformers.utils.logging import disable_progress_bar
 
         torch.set_num_threads(self.threads)
         torch.set_num_interop_threads(1)
+        disable_progress_bar()
 
 
 def run_clock(origin: float) -> Callable[[], float]:

@@ -23,6 +23,14 @@ class Records:
         """The highest number in any lineage: samples may exist that were issued under it."""
         return max((version.number for version in self._fingerprints), default=None)
 
+    def next_version(self, number: int) -> Version | None:
+        """Version of weights after `number` iterations if nothing was ever recorded for that many; else None."""
+        highest = self.highest_number
+        if highest is not None and number <= highest:
+            return None
+        newest = max(self._fingerprints, default=Version(0, 0))
+        return Version(newest.lineage, number)
+
     def identify(self, number: int, fingerprint: str) -> tuple[Version, bool]:
         """Version of weights after `number` iterations, and whether it has to be recorded.
 

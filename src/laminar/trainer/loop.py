@@ -6,7 +6,7 @@ Waits for: the next batch, and nothing else. One request is outstanding while th
     is made in a thread of its own, so that a stop is seen at once while the answer is still to come.
 Unblocked by: a batch, None (the run is over), or `stop`.
 Invariants:
-    - a version is recorded before it is published, and published before its batch counts as trained;
+    - a version is in a slot and on record before its batch counts as trained;
     - a batch counts as trained before a checkpoint holds it: what is counted twice is counted once, but what a
       checkpoint holds is never asked for again;
     - after a restart, no version is published below the highest number on record, so that nobody sees weights
@@ -161,19 +161,31 @@ class TrainerLoop:
             self._on_iteration(report)
 
     def _name_weights(self, number: int) -> None:
-        """Decide which version the weights are, record it if it is new, publish it if nobody has seen a later one."""
-        model = self._state.model
-        fingerprint = self._publisher.digest(named_weights(model))
-        version, is_new = self._records.identify(number, fingerprint)
-        if is_new and version.lineage > self._state.version.lineage:
-            logger.warning("the weights of version %d are not those on record: now %s", number, version)
+        """Decide which version the weights are, record it if it is new, publish it if nobody has seen a later one.
+
+        New weights are copied first: the copy tells their fingerprint, and nobody is shown a version without a record.
+        """
+        publish = number >= self._publish_from
+        version = self._records.next_version(number)
+        if version is not None:
+            fingerprint, is_new = self._publish(version), True
+        else:
+            fingerprint = self._publisher.digest(named_weights(self._state.model))
+            version, is_new = self._records.identify(number, fingerprint)
+            if is_new and version.lineage > self._state.version.lineage:
+                logger.warning("the weights of version %d are not those on record: now %s", number, version)
+            if publish:
+                self._publish(version)
         self._state.version = version
         if is_new:
             self._publisher.append_record(version, fingerprint)
             self._records.add(version, fingerprint)
-        if number >= self._publish_from:
-            self._publisher.publish(version, named_weights(model), golden(model, self._config.rollout.dtype))
+        if publish:
             self._manager.published(version, self._checkpoint)
+
+    def _publish(self, version: Version) -> str:
+        model = self._state.model
+        return self._publisher.publish(version, named_weights(model), golden(model, self._config.rollout.dtype))
 
     def _is_last(self) -> bool:
         return self._state.version.number == self._config.iterations
