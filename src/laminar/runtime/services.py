@@ -71,6 +71,9 @@ class EventLog:
     def append(self, record: Record) -> None:
         self._write(codec.encode_record(record))
 
+    def close(self) -> None:
+        self._file.close()
+
     def _write(self, value: object) -> None:
         self._file.write(json.dumps(value, separators=(",", ":")) + "\n")
         self._file.flush()
