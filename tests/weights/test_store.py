@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -359,3 +362,24 @@ def test_prefaulting_changes_nothing_and_ends(machine: Machine, writable: bool) 
     assert machine.store.slots[0].path.read_bytes() == before
     if writable:
         assert all(slot.path.stat().st_blocks * 512 >= machine.layout.size for slot in other.slots)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [("fp32", np.float32), ("bf16", np.uint16)])
+def test_arrays_are_published_like_tensors(tmp_path: Path, dtype: str, kind: type[np.generic]) -> None:
+    """The published form as it is: the same bytes, the same fingerprint."""
+    tensors = {"a": torch.arange(70_000, dtype=torch.float32).view(7, -1), "b": torch.ones(3)}
+    form = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    arrays = {name: tensor.to(form).view(torch.uint8).numpy().view(kind) for name, tensor in tensors.items()}
+    layout = Layout.of([(name, tensor.shape) for name, tensor in tensors.items()], dtype)
+    slots = SlotStore.create_or_open(tmp_path / "slots", layout, 2)
+    published = slots.publish(Version(0, 0), arrays.items(), ())
+    assert published.fingerprint == slots.digest_only(tensors.items()) == slots.digest_only(arrays.items())
+    with pytest.raises(WeightsError, match="float64"):
+        slots.digest_only((name, array.astype(np.float64)) for name, array in arrays.items())
+
+
+def test_slots_and_relays_need_no_torch() -> None:
+    """Processes without a model start quickly and small."""
+    modules = "laminar.weights.publisher, laminar.weights.relay"
+    code = f"import sys, {modules}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": os.pathsep.join(sys.path)})

@@ -7,22 +7,15 @@ can't have the digest of one that went right.
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 import xxhash
 
-PIECE_BYTES: Final = 256 * 1024
+from laminar.weights.digests import PIECE_BYTES, copy_bytes, digest_of
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor as bytes, shared with it."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
-
-
-def digest_of(memory: memoryview) -> str:
-    """xxh3 of these bytes, hexadecimal: what `copy_in` and `copy_out` return for them."""
-    return xxhash.xxh3_128_hexdigest(memory)
 
 
 def copy_in(tensor: torch.Tensor, target: memoryview, dtype: torch.dtype) -> str:
@@ -31,7 +24,7 @@ def copy_in(tensor: torch.Tensor, target: memoryview, dtype: torch.dtype) -> str
     `target` has exactly the bytes of the tensor in `dtype`.
     """
     if tensor.device.type == "cpu" and tensor.dtype == dtype:
-        return _copy_bytes(bytes_of(tensor), target)
+        return copy_bytes(bytes_of(tensor), target)
     digest = xxhash.xxh3_128()
     if tensor.numel():
         pieces = torch.frombuffer(target, dtype=dtype).split(PIECE_BYTES // dtype.itemsize)
@@ -62,20 +55,11 @@ def copy_out(source: memoryview, tensor: torch.Tensor, dtype: torch.dtype) -> st
     Where the destination has the same bytes (CPU, `dtype`, contiguous) they are digested there.
     """
     if tensor.device.type == "cpu" and tensor.dtype == dtype and tensor.is_contiguous():
-        return _copy_bytes(source, bytes_of(tensor))
+        return copy_bytes(source, bytes_of(tensor))
     staging = bytearray(source)
     if staging:
         tensor.detach().copy_(torch.frombuffer(staging, dtype=dtype).view(tensor.shape))
     return digest_of(memoryview(staging))
-
-
-def _copy_bytes(source: memoryview, target: memoryview) -> str:
-    digest = xxhash.xxh3_128()
-    for start in range(0, len(source), PIECE_BYTES):
-        piece = target[start : start + PIECE_BYTES]
-        piece[:] = source[start : start + PIECE_BYTES]
-        digest.update(piece)
-    return digest.hexdigest()
 
 
 def _pieces(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:

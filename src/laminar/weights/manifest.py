@@ -9,18 +9,20 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-import torch
 import xxhash
 
 from laminar.errors import WeightsError
 from laminar.types import Version
 
+if TYPE_CHECKING:
+    import torch
+
 HEADER_ALIGNMENT: Final = 64
 
-# name -> (name in a safetensors header, torch dtype)
-_DTYPES: Final = {"fp32": ("F32", torch.float32), "bf16": ("BF16", torch.bfloat16)}
+# name -> (name in a safetensors header, bytes of an element)
+_DTYPES: Final = {"fp32": ("F32", 4), "bf16": ("BF16", 2)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class Layout:
     def __init__(self, dtype: str, named_shapes: Iterable[tuple[str, Sequence[int]]]) -> None:
         if dtype not in _DTYPES:
             raise WeightsError(f"weights can't be published as {dtype!r}; known are {', '.join(_DTYPES)}")
-        header_dtype, self.torch_dtype = _DTYPES[dtype]
+        header_dtype, self.itemsize = _DTYPES[dtype]
         self.dtype = dtype
         shapes: dict[str, tuple[int, ...]] = {}
         for name, shape in named_shapes:
@@ -56,7 +58,7 @@ class Layout:
         offsets: dict[str, tuple[int, int]] = {}
         end = 0
         for name, shape in shapes.items():
-            offsets[name] = (end, end + prod(shape) * self.torch_dtype.itemsize)
+            offsets[name] = (end, end + prod(shape) * self.itemsize)
             end = offsets[name][1]
         entries: dict[str, object] = {
             name: {"dtype": header_dtype, "shape": list(shape), "data_offsets": list(offsets[name])}
@@ -90,6 +92,13 @@ class Layout:
             WeightsError: an unknown dtype, or a name given twice.
         """
         return cls(dtype, named_shapes)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """For those who have tensors: the layout itself needs no torch."""
+        import torch
+
+        return {"fp32": torch.float32, "bf16": torch.bfloat16}[self.dtype]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Layout) and other.header == self.header

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from laminar.errors import VersionGone
 from laminar.types import SlotRef, Version
 from laminar.weights.manifest import Layout
 from laminar.weights.store import Lease, SlotStore
 from laminar.weights.versions import VersionLog, VersionRecord
+
+if TYPE_CHECKING:
+    from laminar.weights.store import Weights
 
 
 class Publisher:
@@ -29,15 +31,15 @@ class Publisher:
     def append_record(self, version: Version, fingerprint: str) -> None:
         self._log.append(VersionRecord(version, fingerprint))
 
-    def digest(self, weights: Iterator[tuple[str, Tensor]]) -> str:
+    def digest(self, weights: Iterator[tuple[str, Weights]]) -> str:
         named = list(weights)
         return self._opened(named).digest_only(named)
 
-    def publish(self, version: Version, weights: Iterator[tuple[str, Tensor]], golden: Sequence[float]) -> str:
+    def publish(self, version: Version, weights: Iterator[tuple[str, Weights]], golden: Sequence[float]) -> str:
         named = list(weights)
         return self._opened(named).publish(version, named, golden).fingerprint
 
-    def _opened(self, named: Sequence[tuple[str, Tensor]]) -> SlotStore:
+    def _opened(self, named: Sequence[tuple[str, Weights]]) -> SlotStore:
         if self._store is None:
             layout = Layout.of([(name, tensor.shape) for name, tensor in named], self._dtype)
             self._store = SlotStore.create_or_open(self._slots, layout, self._num_slots)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from laminar.types import Version
-from laminar.weights.copying import digest_of
+from laminar.weights.digests import digest_of
 from laminar.weights.manifest import Manifest, fingerprint_of
 from laminar.weights.slot import EMPTY, Lock, Slot, SlotState, State
 from laminar.weights.store import Reclaimed, SlotStore

@@ -20,16 +20,22 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+import numpy as np
 import psutil
-import torch
 
 from laminar.errors import StorageError, VersionGone, WeightsError
 from laminar.types import SlotRef, Version
-from laminar.weights.copying import copy_in, copy_out, digest_as, digest_of
+from laminar.weights.digests import copy_bytes, digest_of
 from laminar.weights.manifest import Layout, Manifest, fingerprint_of
 from laminar.weights.slot import Lock, Slot, SlotState, State, replace_text
+
+if TYPE_CHECKING:
+    import torch
+
+    Weights = torch.Tensor | np.ndarray
+    """An array must have the published form already; a tensor is converted. Tensors alone need torch here."""
 
 _HELD: Final = (State.WRITTEN, State.WHOLE)
 
@@ -86,6 +92,8 @@ class Lease:
         Raises:
             WeightsError: a tensor is not what the manifest says (with `verify`).
         """
+        import torch
+
         memory = self._slot.private_memory()
         for entry, digest in zip(self.layout, self.manifest.digests, strict=True):
             source = memory[entry.start : entry.stop]
@@ -104,6 +112,8 @@ class Lease:
             WeightsError: a name or shape differs (nothing is copied then), or the bytes are not those of the
                 version (`destination` is spoilt then).
         """
+        from laminar.weights.copying import copy_out
+
         _check_tensors(self.layout, {name: tensor.shape for name, tensor in destination.items()})
         memory = self._slot.memory()
         bad = []
@@ -170,9 +180,7 @@ class SlotStore:
 
     # ------------------------------------------------------------ writing
 
-    def publish(
-        self, version: Version, tensors: Iterable[tuple[str, torch.Tensor]], golden: Sequence[float]
-    ) -> Published:
+    def publish(self, version: Version, tensors: Iterable[tuple[str, Weights]], golden: Sequence[float]) -> Published:
         """Copies a version into a slot, in one pass, and goes on: the relay checks it and shows it.
 
         A version that is held already is not written again, only compared.
@@ -206,7 +214,7 @@ class SlotStore:
             slot.mark(SlotState(State.WRITTEN, version, fingerprint))
         return Published(fingerprint, digests, time.perf_counter() - start, slot.index, reclaimed)
 
-    def digest_only(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    def digest_only(self, tensors: Iterable[tuple[str, Weights]]) -> str:
         """The fingerprint that publishing these tensors would give.
 
         Raises:
@@ -257,11 +265,8 @@ class SlotStore:
         held = [(slot, state) for slot, state in states if state.state in _HELD and state.version != newest]
         return free + sorted(held, key=lambda pair: (pair[1].version in kept, pair[1].version))
 
-    def _digests(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], memory: memoryview | None = None
-    ) -> tuple[str, ...]:
+    def _digests(self, tensors: Iterable[tuple[str, Weights]], memory: memoryview | None = None) -> tuple[str, ...]:
         """Digests in the order of the layout; the tensors are written to `memory` on the way if it is given."""
-        dtype = self.layout.torch_dtype
         digests: dict[str, str] = {}
         for name, tensor in tensors:
             entry = self.layout.tensors.get(name)
@@ -269,13 +274,23 @@ class SlotStore:
                 why = "twice" if name in digests else f"shape {list(tensor.shape)}"
                 expected = f"one of shape {list(entry.shape)}" if entry is not None else "no such tensor"
                 raise WeightsError(f"tensor {name!r} ({why}) does not fit the layout, which has {expected}")
-            digests[name] = (
-                digest_as(tensor, dtype) if memory is None else copy_in(tensor, memory[entry.start : entry.stop], dtype)
-            )
+            digests[name] = self._digest(tensor, None if memory is None else memory[entry.start : entry.stop])
         missing = [entry.name for entry in self.layout if entry.name not in digests]
         if missing:
             raise WeightsError(f"{len(missing)} tensors of the layout are missing, the first is {missing[0]!r}")
         return tuple(digests[entry.name] for entry in self.layout)
+
+    def _digest(self, tensor: Weights, target: memoryview | None) -> str:
+        """Digest in the published form; on the way the tensor is written to `target` if it is given."""
+        if isinstance(tensor, np.ndarray):
+            if tensor.itemsize != self.layout.itemsize:
+                raise WeightsError(f"an array of {tensor.dtype} is not in the form of {self.layout.dtype}")
+            source = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data
+            return digest_of(source) if target is None else copy_bytes(source, target)
+        from laminar.weights.copying import copy_in, digest_as
+
+        dtype = self.layout.torch_dtype
+        return digest_as(tensor, dtype) if target is None else copy_in(tensor, target, dtype)
 
     # ------------------------------------------------------------ reading
 
