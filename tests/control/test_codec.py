@@ -1,0 +1,75 @@
+"""Events and commands survive the way through JSON, every kind of them."""
+
+from __future__ import annotations
+
+import json
+import typing
+from typing import Any
+
+import pytest
+
+from laminar.control import codec, commands, events
+from laminar.control.manager import Record
+from laminar.errors import ProtocolError
+from laminar.types import Load, SampleId, Version
+
+V, W = Version(0, 3), Version(1, 4)
+SAMPLES = (SampleId(3, 0), SampleId(4, 1))
+BEATS = (
+    events.ReplicaBeat("r0", 1, "generating", V, 7, Load(1, 2, 3, 4), "node", 2),
+    events.RelayBeat("relay", 1, "node", (V, W), 2, ("version 3 was refused",)),
+    events.TrainerBeat(1, V, 2, "training"),
+)
+VALUES: tuple[Any, ...] = (
+    *BEATS,
+    events.ReplicaBeat("r0", 1, "idle", None, 0),
+    events.TrainerBeat(1, None, 0, "starting"),
+    events.Tick(BEATS),
+    events.Tick(),
+    events.Issued("r0", 1, W, "train", (3, 4), SAMPLES, False),
+    events.Finished(SAMPLES),
+    events.Buffered((3,)),
+    events.CutMade(2, 0, (3, 4)),
+    events.CutTrained(2),
+    events.Dropped(SAMPLES, (3,), "engine_error"),
+    events.Orphaned(SAMPLES, V),
+    events.EvalDone(W),
+    events.Exhausted(),
+    events.Fatal('é "quoted"\nand long'),
+    events.StoreEvents(9, (events.Exhausted(), events.Orphaned(SAMPLES, W))),
+    events.Recovered(2, ((3, "issued"),), 4, 2, 1, ((SAMPLES[0], V),), True, (V, W), 17),
+    events.ProcessStarted("replica", "r0", 1),
+    events.ProcessEnded("replica", "r0", 1, "killed"),
+    events.ProcessEnded("trainer", "trainer", 1, None),
+    events.StopRequested("interrupted"),
+    commands.Pull("r0", 1, V, "newer"),
+    commands.Issue("r0", 1, V, 3, "train", "room"),
+    commands.Restart("r0", 1, V, SAMPLES, "orphans"),
+    commands.GiveUpEval(V, "gone"),
+    commands.Complete("done"),
+    commands.Keep("relay", (V, W), "live"),
+    commands.Stop("replica", "*", "over"),
+    commands.EndRun("completed", "done"),
+)
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_there_and_back(value: object) -> None:
+    again = codec.decode(json.loads(json.dumps(codec.encode(value))))
+    assert again == value and type(again) is type(value)
+    assert repr(again) == repr(value), "the types inside too: versions, samples, loads"
+
+
+def test_no_kind_is_left_out() -> None:
+    kinds = {kind for union in (events.Event, events.StoreEvent, commands.Command) for kind in typing.get_args(union)}
+    assert kinds == {type(value) for value in VALUES}
+
+
+def test_a_record_there_and_back() -> None:
+    record = Record(1.25, events.Tick(BEATS), (VALUES[-1], VALUES[-2]))
+    assert codec.decode_record(json.loads(json.dumps(codec.encode_record(record)))) == record
+
+
+def test_an_unknown_kind_is_an_error() -> None:
+    with pytest.raises(ProtocolError, match="unknown record 'Explode'"):
+        codec.decode({"type": "Explode"})
