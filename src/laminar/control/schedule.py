@@ -68,7 +68,7 @@ class Waves:
             wave = standing // batch
             oldest = wave - (settings.max_staleness or 0)
             ready = all(r.version is not None and r.version.number >= oldest for r in alive)
-            if not between or len(_idle(state)) < len(alive) or not ready:
+            if not between or len(_idle(state)) < state.num_replicas or not ready:
                 return
             yield from self._share(state, alive, batch, f"wave {wave} opens")
         else:

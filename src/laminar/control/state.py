@@ -119,6 +119,11 @@ class State:
             if self.processes["replica", i].state == "alive" and self.replicas[i].version is not None
         ]
 
+    @property
+    def num_replicas(self) -> int:
+        """Replicas that can be given work now or soon: those that start or load their first weights included."""
+        return sum(p.role == "replica" and p.state in ("starting", "alive") for p in self.processes.values())
+
     def room(self, version: Version) -> int:
         """Training groups that may be granted under `version`, by this view."""
         if self.exhausted:
