@@ -243,9 +243,11 @@ class StoreService:
         self._changed()
 
     async def run(self, poll: ManagerPoll) -> None:
-        """Carry events to the manager and its commands into the store, until told to stop."""
+        """Carry events to the manager and its commands into the store, until told to stop.
+
+        The store stays open after it: others may still be on their way to say what they have done.
+        """
         await asyncio.gather(self._tell(poll), self._listen(poll))
-        self.store.close()
 
     async def _listen(self, poll: ManagerPoll) -> None:
         while not self.stopping:
