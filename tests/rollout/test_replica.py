@@ -1,0 +1,400 @@
+"""A replica between a scripted engine, store and manager: what it reports, forgets, refuses, and how it ends."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from laminar.config import load
+from laminar.control.commands import Command, Issue, Numbered, Pull, Stop
+from laminar.control.events import ReplicaBeat
+from laminar.errors import EngineError, ProtocolError, VersionGone, WeightsError
+from laminar.rollout.engine import Progress, Request
+from laminar.rollout.replica import Replica
+from laminar.types import Load, ReplicaReply, ReplicaReport, SampleId, SlotRef, Version, Work
+
+WITHIN_S = 20.0
+"""Deadline of every wait here."""
+V0, V1 = Version(0, 0), Version(0, 1)
+
+
+class Boom(Exception):
+    """A fault of the test's own making."""
+
+
+@dataclass
+class Engine:
+    """Makes a token a poll for every request that has been let go on; ends it when its script says so."""
+
+    loaded: SlotRef | None = None
+    held: dict[SampleId, Request] = field(default_factory=dict)
+    made: dict[SampleId, int] = field(default_factory=dict)
+    lengths: dict[SampleId, int] = field(default_factory=dict)
+    """Tokens after which a sample ends; without an entry it goes on for ever; with a 0 it ends now."""
+    refuses: set[SampleId] = field(default_factory=set)
+    released: list[SampleId] = field(default_factory=list)
+    load_results: list[Exception | None] = field(default_factory=list)
+    """What the next loads come to."""
+    loads: list[Version] = field(default_factory=list)
+    poll_error: Exception | None = None
+
+    def add(self, request: Request) -> None:
+        if request.sample in self.refuses:
+            raise EngineError("it can never fit")
+        self.held[request.sample], self.made[request.sample] = request, 0
+
+    def release(self, samples: Collection[SampleId]) -> None:
+        self.released += samples
+        for sample in samples:
+            self.held.pop(sample, None)
+
+    def poll(self, timeout_s: float) -> list[Progress]:
+        if self.poll_error is not None:
+            raise self.poll_error
+        progress = []
+        for sample in list(self.held):
+            self.made[sample] += 1
+            token = np.array([self.made[sample]], np.int32)
+            ended = self.made[sample] >= self.lengths.get(sample, 10**9)
+            progress.append(Progress(sample, token, -token.astype(np.float32), "stop" if ended else None))
+            if ended:
+                del self.held[sample]
+        return progress
+
+    def load(self) -> Load:
+        return Load(num_running=len(self.held))
+
+    def load_weights(self, ref: SlotRef) -> None:
+        assert not self.held
+        self.loads.append(ref.version)
+        result = self.load_results.pop(0) if self.load_results else None
+        if result is not None:
+            raise result
+        self.loaded = ref
+
+    def golden(self) -> np.ndarray:
+        return np.zeros(63, np.float32)
+
+
+class Store:
+    """Answers with what the test has put in; keeps what was reported, in order."""
+
+    def __init__(self) -> None:
+        self.news = threading.Condition()
+        self.reports: list[ReplicaReport] = []
+        self.work: list[Work] = []
+        self.cancel: list[tuple[SampleId, int]] = []
+        self.error: Exception | None = None
+
+    def exchange(self, report: ReplicaReport) -> ReplicaReply:
+        with self.news:
+            if self.error is not None:
+                raise self.error
+            self.reports.append(report)
+            accepted = {(sample, epoch) for sample, epoch in report.accepted}
+            self.work = [w for w in self.work if (w.sample, w.owner_epoch) not in accepted]
+            if not (self.work or self.cancel):
+                self.news.notify_all()
+                self.news.wait(min(report.wait_s, 0.01))
+            cancel, self.cancel = tuple(self.cancel), []
+            self.news.notify_all()
+            return ReplicaReply(report.sequence, tuple(self.work), cancel)
+
+    def give(self, *work: Work) -> None:
+        with self.news:
+            self.work += work
+            self.news.notify_all()
+
+    def call_off(self, *work: Work) -> None:
+        with self.news:
+            self.cancel += [(w.sample, w.owner_epoch) for w in work]
+            self.news.notify_all()
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        with self.news:
+            assert self.news.wait_for(condition, WITHIN_S)
+
+    def finished(self) -> list[SampleId]:
+        return [f.sample for r in self.reports for f in r.finished]
+
+    def tokens(self, sample: SampleId) -> list[int]:
+        """What was stored, checked to be without gap or overlap."""
+        found: list[int] = []
+        for chunk in (c for r in self.reports for c in r.chunks if c.sample == sample):
+            assert chunk.start == len(found)
+            assert len(chunk.tokens) == len(chunk.logprobs) == 4 * len(chunk.mask)
+            found += np.frombuffer(chunk.tokens, np.int32).tolist()
+        return found
+
+
+class Manager:
+    """Hands out commands, and repeats them until they are acknowledged."""
+
+    def __init__(self) -> None:
+        self.news = threading.Condition()
+        self.commands: list[Numbered] = []
+        self.beats: queue.SimpleQueue[ReplicaBeat] = queue.SimpleQueue()
+        self.error: Exception | None = None
+
+    def beat(self, beat: ReplicaBeat, acked: int, wait_s: float) -> Sequence[Numbered]:
+        self.beats.put(beat)
+        with self.news:
+            if self.error is not None:
+                raise self.error
+            self.news.wait_for(lambda: any(n.number > acked for n in self.commands), min(wait_s, 0.05))
+            return [n for n in self.commands if n.number > acked]
+
+    def tell(self, command: Command) -> None:
+        with self.news:
+            self.commands.append(Numbered(len(self.commands) + 1, command))
+            self.news.notify_all()
+
+    def beat_that(self, condition: Callable[[ReplicaBeat], bool]) -> ReplicaBeat:
+        """The next beat of this kind."""
+        while True:
+            beat = self.beats.get(timeout=WITHIN_S)
+            if condition(beat):
+                return beat
+
+
+class Shelf:
+    """Versions that the relay shows."""
+
+    def __init__(self, *versions: Version) -> None:
+        self.versions = set(versions)
+
+    def find(self, version: Version) -> SlotRef | None:
+        return SlotRef("slot", version, "f", "fp32") if version in self.versions else None
+
+
+class Scene:
+    """A replica that runs in a thread of its own."""
+
+    def __init__(self, config: Path) -> None:
+        self.engine, self.store, self.manager, self.shelf = Engine(), Store(), Manager(), Shelf(V0, V1)
+        resolved = load(config, ["faults.heartbeat_s=0.05", "rollout.stream_interval_s=0.02"])
+        self.replica = Replica("r0", 1, "n", self.engine, self.shelf, self.store, self.manager, resolved)
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.replica.run()
+        except Exception as error:  # any: the test looks at it
+            self.error = error
+
+    def pull(self, version: Version) -> None:
+        self.manager.tell(Pull("r0", 1, version, ""))
+
+    def ready(self) -> None:
+        self.pull(V0)
+        self.manager.beat_that(lambda b: b.version == V0 and b.state == "idle")
+
+    def stop(self) -> None:
+        self.manager.tell(Stop("replica", "*", ""))
+        self.ended()
+
+    def ended(self) -> BaseException | None:
+        self._thread.join(WITHIN_S)
+        assert not self._thread.is_alive()
+        return self.error
+
+
+@pytest.fixture
+def scene(project: Path) -> Iterator[Scene]:
+    scene = Scene(project / "config.toml")
+    yield scene
+    scene.stop()
+
+
+def work(group: int, index: int = 0, epoch: int = 0, version: Version = V0) -> Work:
+    return Work(SampleId(group, index), 0, epoch, version, "train", np.array([1, 2], np.int32).tobytes())
+
+
+# ---------------------------------------------------------------- work
+
+
+def test_tokens_arrive_without_gaps_and_the_finish_with_the_last(scene: Scene) -> None:
+    scene.ready()
+    items = [work(0), work(1), work(2)]
+    scene.engine.lengths = {w.sample: n for w, n in zip(items, (1, 5, 300), strict=True)}
+    scene.store.give(*items)
+    scene.store.until(lambda: len(scene.store.finished()) == 3)
+    assert sorted(scene.store.finished()) == [w.sample for w in items], "each once"
+    for w in items:
+        assert scene.store.tokens(w.sample) == list(range(1, scene.engine.lengths[w.sample] + 1))
+    for report in scene.store.reports:
+        for end in report.finished:
+            assert (end.reason, end.length) == ("stop", scene.engine.lengths[end.sample])
+    assert [r.sequence for r in scene.store.reports] == list(range(1, len(scene.store.reports) + 1))
+    scene.manager.beat_that(lambda b: b.state == "idle" and b.step > 0)
+
+
+def test_work_that_is_sent_again_is_begun_once(scene: Scene) -> None:
+    """An answer may be lost with the acceptance in it: the store repeats what it has not heard of."""
+    scene.ready()
+    item = work(0)
+    scene.store.give(item, item)
+    scene.store.until(lambda: bool(scene.store.tokens(item.sample)))
+    assert list(scene.engine.held) == [item.sample]
+    scene.engine.lengths[item.sample] = 0
+    scene.store.until(lambda: bool(scene.store.finished()))
+    assert scene.store.finished() == [item.sample]
+
+
+def test_an_engine_that_refuses_is_a_failure_and_not_a_reward(scene: Scene) -> None:
+    """Invariant 3; fault 16: the sample is reported as failed, with the engine's words; the others go on."""
+    scene.ready()
+    bad, good = work(0), work(1)
+    scene.engine.refuses, scene.engine.lengths = {bad.sample}, {good.sample: 2}
+    scene.store.give(bad, good)
+    scene.store.until(lambda: bool(scene.store.finished()) and any(r.failed for r in scene.store.reports))
+    (failure,) = [f for r in scene.store.reports for f in r.failed]
+    assert (failure.sample, failure.reason, failure.message) == (bad.sample, "engine_error", "it can never fit")
+    assert scene.store.finished() == [good.sample] and scene.store.tokens(bad.sample) == []
+
+
+@pytest.mark.parametrize("state", ["queued", "decoding", "finished", "unknown"])
+def test_a_cancel_in_every_state(scene: Scene, state: str) -> None:
+    """Fault 15: what is called off is forgotten, the rest goes on, and nothing more is reported of it."""
+    scene.ready()
+    store, engine = scene.store, scene.engine
+    gone, stays = work(0), work(1)
+    if state == "finished":
+        engine.lengths[gone.sample] = 1
+    if state == "queued":  # the work and its end in one answer
+        with store.news:
+            store.work += [gone, stays]
+            store.cancel.append((gone.sample, 0))
+    else:
+        store.give(stays, *([] if state == "unknown" else [gone]))
+        if state == "decoding":
+            store.until(lambda: bool(store.tokens(gone.sample)))
+        if state == "finished":
+            store.until(lambda: gone.sample in store.finished())
+        store.call_off(gone)
+    store.until(lambda: not store.cancel and bool(store.tokens(stays.sample)))
+    told = len(store.reports)
+    store.until(lambda: len(store.reports) > told + 3)
+    assert gone.sample not in engine.held and stays.sample in engine.held
+    assert not [c for r in store.reports[told + 2 :] for c in r.chunks if c.sample == gone.sample]
+    assert (gone.sample in engine.made) == (state in ("decoding", "finished")), "what is called off is not begun"
+    assert (gone.sample in store.finished()) == (state == "finished")
+    engine.lengths[stays.sample] = 0
+    store.until(lambda: stays.sample in store.finished())
+
+
+def test_a_cancel_of_an_earlier_epoch_is_not_one_of_this(scene: Scene) -> None:
+    scene.ready()
+    store = scene.store
+    store.give(work(0, epoch=3))
+    store.until(lambda: bool(store.tokens(SampleId(0, 0))))
+    store.call_off(work(0, epoch=2))
+    store.until(lambda: not store.cancel)
+    told = len(store.reports)
+    store.until(lambda: len(store.reports) > told + 3)
+    assert SampleId(0, 0) in scene.engine.held
+
+
+# ---------------------------------------------------------------- weights
+
+
+def test_a_pull_waits_until_nothing_is_held(scene: Scene) -> None:
+    """Invariant 1: weights change only while no trajectory lives on them."""
+    scene.ready()
+    item = work(0)
+    scene.store.give(item)
+    scene.store.until(lambda: bool(scene.store.tokens(item.sample)))
+    scene.pull(V1)
+    scene.manager.beat_that(lambda b: b.step > 20)
+    assert scene.engine.loads == [V0]
+    scene.engine.lengths[item.sample] = 0
+    scene.manager.beat_that(lambda b: b.version == V1)
+    assert scene.engine.loads == [V0, V1]
+    assert scene.store.finished() == [item.sample], "reported, and acknowledged, before"
+
+
+@pytest.mark.parametrize("how", ["not on the shelf", "taken while it was read", "taken in the second try"])
+def test_a_version_that_is_gone_is_a_failed_pull(scene: Scene, how: str) -> None:
+    """Fault 24: the replica keeps what it has, says so, and is told of another."""
+    scene.ready()
+    if how == "not on the shelf":
+        scene.shelf.versions.remove(V1)
+    elif how == "taken while it was read":
+        scene.engine.load_results = [VersionGone("taken")]
+    else:
+        scene.engine.load_results = [WeightsError("torn"), VersionGone("taken")]
+    scene.pull(V1)
+    beat = scene.manager.beat_that(lambda b: b.failed_pulls == 1)
+    assert (beat.version, beat.state) == (V0, "idle")
+    scene.shelf.versions.add(V1)
+    scene.pull(V1)
+    scene.manager.beat_that(lambda b: b.version == V1)
+
+
+def test_weights_that_are_wrong_once_are_loaded_again(scene: Scene) -> None:
+    scene.engine.load_results = [WeightsError("fingerprint")]
+    scene.ready()
+    assert scene.engine.loads == [V0, V0]
+
+
+def test_weights_that_are_wrong_twice_end_the_replica(project: Path) -> None:
+    """Fault 22: at the first sync, with the reason."""
+    scene = Scene(project / "config.toml")
+    scene.engine.load_results = [WeightsError("once"), WeightsError("twice")]
+    scene.pull(V0)
+    error = scene.ended()
+    assert isinstance(error, WeightsError) and str(error) == "twice"
+
+
+# ---------------------------------------------------------------- ends
+
+
+@pytest.mark.parametrize("where", ["engine", "store", "manager"])
+def test_the_failure_of_any_thread_ends_run_with_it(project: Path, where: str) -> None:
+    """Fault 2: the original error, whichever of the three threads it came up in."""
+    scene = Scene(project / "config.toml")
+    scene.ready()
+    if where == "engine":
+        scene.engine.poll_error = Boom("engine")
+        scene.store.give(work(0))
+    elif where == "store":
+        with scene.store.news:
+            scene.store.error = Boom("store")
+    else:
+        with scene.manager.news:
+            scene.manager.error = Boom("manager")
+    error = scene.ended()
+    assert isinstance(error, Boom) and str(error) == where
+
+
+def test_work_of_another_version_is_refused(project: Path) -> None:
+    """Invariant 1."""
+    scene = Scene(project / "config.toml")
+    scene.ready()
+    scene.store.give(work(0, version=V1))
+    error = scene.ended()
+    assert isinstance(error, ProtocolError) and "holds version 0, was sent" in str(error)
+
+
+def test_a_command_for_somebody_else_is_refused(project: Path) -> None:
+    scene = Scene(project / "config.toml")
+    scene.manager.tell(Issue("r0", 1, V0, 1, "train", ""))
+    assert isinstance(scene.ended(), ProtocolError)
+
+
+def test_stop_ends_run_in_the_middle_of_work(project: Path) -> None:
+    """Fault 10."""
+    scene = Scene(project / "config.toml")
+    scene.ready()
+    scene.store.give(work(0))
+    scene.store.until(lambda: bool(scene.store.tokens(SampleId(0, 0))))
+    scene.stop()
+    assert scene.error is None
