@@ -166,9 +166,12 @@ def check(arguments: Arguments = None, as_json: AsJson = False) -> None:
     batch, group = config.train.groups_per_batch, config.train.group_size
     bound = "no bound" if config.staleness_bound is None else config.staleness_bound
     print(f"{path} is fine: laminar train would start.")
-    print(f"  model     {config.model.path}")
-    print(f"  data      {config.data.train}")
-    print(f"  reward    {', '.join(config.reward.functions)}")
+    if config.emulated:
+        print(f"  emulated  profile {config.simulation.profile}, {config.simulation.time_scale:g} times as fast")
+    else:
+        print(f"  model     {config.model_path}")
+        print(f"  data      {config.train_data}")
+        print(f"  reward    {', '.join(config.reward_functions)}")
     print(f"  batch     {batch} groups x {group} samples, {config.train.num_mini_batches} optimizer step(s)")
     print(f"  schedule  {config.schedule}, staleness at most {bound}, {config.rollout.replicas} replica(s)")
 

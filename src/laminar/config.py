@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
+from laminar import config_emulated
 from laminar.config_help import accepts_none, explain, shown, unsupported
 from laminar.config_source import parse_override, read_toml, set_key, with_absolute_paths
 from laminar.errors import ConfigError, UserError
@@ -43,13 +44,16 @@ class _Section(BaseModel):
 
 
 class ModelConfig(_Section):
-    path: Path = Field(strict=False, description="Folder with a Hugging Face causal language model and its tokenizer.")
+    path: Path | None = Field(
+        strict=False,
+        description="Folder with a Hugging Face causal language model and its tokenizer. `none` in emulated runs only.",
+    )
 
 
 class DataConfig(_Section):
-    train: str = Field(
+    train: str | None = Field(
         description="Training prompts: a `.jsonl` or `.parquet` file, or `module:name` / `path/to/file.py:name` "
-        "of a list or of a callable that returns an iterable of rows."
+        "of a list or of a callable that returns an iterable of rows. `none` in emulated runs only."
     )
     eval: str | None = Field(None, description="Evaluation prompts, in the same forms. Needed by `[eval]`.")
     epochs: int | None = Field(None, ge=1, description="Passes over the training prompts; `none` wraps for ever.")
@@ -71,8 +75,10 @@ class DataConfig(_Section):
 
 
 class RewardConfig(_Section):
-    functions: list[str] = Field(
-        min_length=1, description="Reward functions, `path/to/file.py:function` or `module:function`."
+    functions: list[str] | None = Field(
+        min_length=1,
+        description="Reward functions, `path/to/file.py:function` or `module:function`. `none` in emulated runs only, "
+        "where every reward is 1.",
     )
     weights: list[float] | None = Field(None, description="One weight a function; `none` = all 1.")
     kwargs: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for every function.")
@@ -85,7 +91,14 @@ class RewardConfig(_Section):
 
 
 class RolloutConfig(_Section):
-    engine: Literal["torch"] = Field("torch", description="What generates. `torch` is embedded and runs everywhere.")
+    engine: Literal["torch", "emulated"] = Field(
+        "torch",
+        description="What generates. `torch` is embedded and runs everywhere; `emulated` has no model, and the lengths "
+        "and times of `simulation.profile`.",
+    )
+    gpus: int | None = Field(
+        None, ge=1, description="GPUs of all replicas, in emulated runs; `none` = those that `replicas` need."
+    )
     replicas: int = Field(1, ge=1, le=4096, description="Copies of the model that generate.")
     threads: int = Field(1, ge=1, description="Compute threads of a replica on CPU.")
     max_num_seqs: int = Field(32, ge=1, description="Sequences a replica decodes at once.")
@@ -127,7 +140,11 @@ class RolloutConfig(_Section):
 
 class TrainConfig(_Section):
     algorithm: Literal["grpo"] = Field("grpo", description="How advantages are made.")
-    backend: Literal["torch"] = Field("torch", description="What trains.")
+    backend: Literal["torch", "emulated"] = Field(
+        "torch",
+        description="What trains. `emulated` goes with the emulated engine: no model, times of the profile.",
+    )
+    gpus: int | None = Field(None, ge=1, description="GPUs of the trainer, in emulated runs; `none` = the other half.")
     threads: int = Field(1, ge=1, description="Compute threads of the trainer on CPU.")
     groups_per_batch: int = Field(8, ge=1, description="Groups in a global batch: one iteration, one new version.")
     group_size: int = Field(8, ge=1, description="Samples for each prompt.")
@@ -184,6 +201,14 @@ class FaultsConfig(_Section):
     )
 
 
+class SimulationConfig(_Section):
+    profile: str = Field(
+        "32b",
+        description="Lengths and times of emulated runs: `7b`, `32b`, `72b`, `toy`, or a `.toml` file.",
+    )
+    time_scale: float = Field(1.0, gt=0, description="Seconds of the profile that pass in one second.")
+
+
 class Config(_Section):
     """A whole run."""
 
@@ -198,6 +223,9 @@ class Config(_Section):
     )
     iterations: int | None = Field(None, ge=1, description="Training iterations; this or `data.epochs` must be set.")
     seed: int = Field(0, ge=0, description="Seeds the order of prompts, sampling and mini-batches.")
+    gpus: int | None = Field(
+        None, ge=1, description="All GPUs of an emulated run; `none` = `rollout.gpus` + `train.gpus`."
+    )
     model: ModelConfig
     data: DataConfig
     reward: RewardConfig
@@ -206,12 +234,50 @@ class Config(_Section):
     eval: EvalConfig = Field(default_factory=EvalConfig)
     relay: RelayConfig = Field(default_factory=RelayConfig)
     faults: FaultsConfig = Field(default_factory=FaultsConfig)
+    simulation: SimulationConfig = Field(default_factory=SimulationConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_emulated(cls, raw: Any) -> Any:
+        if not isinstance(raw, Mapping):
+            return raw
+        try:
+            return config_emulated.with_defaults(raw, SimulationConfig().profile)
+        except ConfigError as problem:
+            raise InvalidConfig([problem]) from None
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
         if problems := list(_broken_rules(self)):
             raise InvalidConfig(problems)
         return self
+
+    @property
+    def emulated(self) -> bool:
+        """No model, dataset or reward function: a profile stands for them."""
+        return self.rollout.engine == "emulated"
+
+    @property
+    def model_path(self) -> Path:
+        """Only of runs that are not emulated, like the next two."""
+        assert self.model.path is not None
+        return self.model.path
+
+    @property
+    def train_data(self) -> str:
+        assert self.data.train is not None
+        return self.data.train
+
+    @property
+    def reward_functions(self) -> list[str]:
+        assert self.reward.functions is not None
+        return self.reward.functions
+
+    @property
+    def train_gpus(self) -> int:
+        """Only of emulated runs."""
+        assert self.train.gpus is not None
+        return self.train.gpus
 
     @property
     def staleness_bound(self) -> int | None:
@@ -378,18 +444,25 @@ def _broken_rules(config: Config) -> Iterator[ConfigError]:
             "set, but there is nothing to evaluate", where="eval", fix="set data.eval or remove the section [eval]"
         )
     yield from _broken_reward_rules(config)
+    if "emulated" not in (rollout.engine, train.backend):
+        needed = {"model.path": config.model.path, "data.train": config.data.train}
+        for key, value in (needed | {"reward.functions": config.reward.functions}).items():
+            if value is None:
+                yield ConfigError("missing: only emulated runs do without", where=key, got="none")
+    yield from config_emulated.broken_rules(config)
 
 
 def _broken_reward_rules(config: Config) -> Iterator[ConfigError]:
     reward = config.reward
-    if reward.weights is not None and len(reward.weights) != len(reward.functions):
+    functions = reward.functions or []
+    if reward.weights is not None and len(reward.weights) != len(functions):
         yield ConfigError(
             "not one weight for each function",
             where="reward.weights",
-            expected=f"{len(reward.functions)} numbers",
+            expected=f"{len(functions)} numbers",
             got=f"{len(reward.weights)}",
         )
-    for spec in reward.functions:
+    for spec in functions:
         if not re.fullmatch(r".+:[^\W\d][\w.]*", spec):
             yield ConfigError(
                 "names no function",

@@ -65,7 +65,9 @@ def _absolute_value(key: str, value: Any, folder: Path) -> Any:
         return [_absolute_spec(item, folder) if isinstance(item, str) else item for item in value]
     if key in ("data.train", "data.eval") and isinstance(value, str) and value != "none":
         return _absolute_spec(value, folder) if ":" in value else _absolute_path(value, folder)
-    if key == "model.path" and isinstance(value, str | Path):
+    if key == "model.path" and isinstance(value, str | Path) and value != "none":
+        return _absolute_path(value, folder)
+    if key == "simulation.profile" and isinstance(value, str) and value.endswith(".toml"):
         return _absolute_path(value, folder)
     return dict(value) if isinstance(value, Mapping) else value
 

@@ -29,11 +29,13 @@ def check(config: Config) -> None:
 
 def find_problems(config: Config) -> list[UserError]:
     """All that would keep a run from starting, as far as files and functions can tell."""
+    if config.emulated:
+        return []
     return [*_model_problems(config), *_data_problems(config)]
 
 
 def _model_problems(config: Config) -> Iterator[UserError]:
-    folder = config.model.path
+    folder = config.model_path
     if not folder.is_dir():
         yield ModelError(
             "the model folder is not there",
@@ -78,7 +80,7 @@ def _length_problems(config: Config, model: Mapping[str, Any]) -> Iterator[UserE
 def _data_problems(config: Config) -> Iterator[UserError]:
     """Datasets and reward functions: the first row must have what the functions ask for."""
     rows: dict[str, dict[str, Any]] = {}
-    for key, spec in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+    for key, spec in (("data.train", config.train_data), ("data.eval", config.data.eval)):
         if spec is not None:
             try:
                 rows[key] = first_row(spec, Path.cwd())
@@ -86,7 +88,7 @@ def _data_problems(config: Config) -> Iterator[UserError]:
             except DataError as error:
                 yield error
     try:
-        functions = load_functions(config.reward.functions, Path.cwd())
+        functions = load_functions(config.reward_functions, Path.cwd())
     except UserError as error:
         yield error
         return
@@ -100,7 +102,7 @@ def _data_problems(config: Config) -> Iterator[UserError]:
 
 def _check_first_prompt(config: Config, row: Mapping[str, Any], key: str) -> None:
     prompt = check_prompt(dict(row), config.data.prompt_column, f"first row of {key}")
-    folder = config.model.path
+    folder = config.model_path
     if not isinstance(prompt, str) and (folder / "tokenizer_config.json").is_file() and not _has_chat_template(folder):
         raise DataError(
             "the prompt is chat messages, but the model's tokenizer has no chat template",

@@ -8,11 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from laminar.config import Config
+from laminar.data.emulated import EmulatedPrompts
 from laminar.data.prompts import PromptSource, load_rows, load_tokenizer, prompt_limit
 from laminar.data.samplers import SAMPLERS
 from laminar.data.store import DataStore
 from laminar.errors import StorageError
 from laminar.run_folder import RunFolder
+from laminar.timing import load_profile
 from laminar.types import Settings
 
 
@@ -22,14 +24,18 @@ def open_store(folder: RunFolder, config: Config, settings: Settings, clock: Cal
     Raises StorageError if another process has it, DataError or ModelError for what the config names.
     """
     _lock(folder.lock)
-    tokenizer = load_tokenizer(config.model.path)
-    limit = prompt_limit(config.data, _context_tokens(config.model.path), config.rollout.max_new_tokens)
+    order = SAMPLERS[config.data.sampler]
+    if config.emulated:
+        prompts = EmulatedPrompts(load_profile(config.simulation.profile).prompt_tokens)
+        return DataStore(folder.path, settings, prompts, None, order, clock)
+    tokenizer = load_tokenizer(config.model_path)
+    limit = prompt_limit(config.data, _context_tokens(config.model_path), config.rollout.max_new_tokens)
 
     def source(spec: str) -> PromptSource:
         return PromptSource(load_rows(spec, folder.path), tokenizer, config.data, limit, config.seed)
 
     evaluation = source(config.data.eval) if config.data.eval is not None else None
-    return DataStore(folder.path, settings, source(config.data.train), evaluation, SAMPLERS[config.data.sampler], clock)
+    return DataStore(folder.path, settings, source(config.train_data), evaluation, order, clock)
 
 
 def _context_tokens(model: Path) -> int | None:

@@ -78,7 +78,7 @@ class Scorer:
         self._outbox: queue.SimpleQueue[Outcome | BaseException | None] = queue.SimpleQueue()
         weights = config.reward.weights
         setup = WorkerSetup(
-            functions=tuple(config.reward.functions),
+            functions=tuple(config.reward_functions),
             base_folder=base_folder,
             weights=None if weights is None else tuple(weights),
             kwargs=config.reward.kwargs,

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
+from typing import Protocol
 
 from laminar.control import codec
 from laminar.control.accounts import Accounts, Cut, Group, Order, Sample
@@ -25,7 +26,7 @@ from laminar.control.ledger import TERMINAL
 from laminar.data import schema
 from laminar.data.batches import read_batch
 from laminar.data.metrics import RowFile, iteration_row, stored_rows
-from laminar.data.prompts import Drawn, PromptSource
+from laminar.data.prompts import Drawn
 from laminar.errors import DataError, ProtocolError, StorageError
 from laminar.types import (
     Batch,
@@ -46,6 +47,15 @@ KEPT_TEXTS = 1000
 """Groups whose prompt and completion text stays after training."""
 
 
+class Prompts(Protocol):
+    """The prompt pool, as `laminar.data.prompts.PromptSource` is one: a pure function of the number of the draw."""
+
+    def __len__(self) -> int: ...
+    def exhausted(self, cursor: int) -> bool: ...
+    def draw(self, cursor: int) -> Drawn: ...
+    def take(self, row_index: int, epoch: int = 0) -> Drawn: ...
+
+
 class DataStore:
     """See the module's contract. `folder` is the run folder, `clock` gives run seconds."""
 
@@ -53,8 +63,8 @@ class DataStore:
         self,
         folder: Path,
         settings: Settings,
-        prompts: PromptSource,
-        eval_prompts: PromptSource | None,
+        prompts: Prompts,
+        eval_prompts: Prompts | None,
         order: Order,
         clock: Callable[[], float],
     ) -> None:

@@ -49,8 +49,8 @@ class TrainState:
         Raises:
             ModelError: the model folder can't be used
         """
-        model = load_model(config.model.path)
-        reference = load_model(config.model.path).requires_grad_(False) if config.train.kl_loss_coef > 0 else None
+        model = load_model(config.model_path)
+        reference = load_model(config.model_path).requires_grad_(False) if config.train.kl_loss_coef > 0 else None
         return cls(model, make_optimizer(model, config), reference)
 
 

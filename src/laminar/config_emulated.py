@@ -1,0 +1,127 @@
+"""Emulated runs in the config: what follows from the profile, and what such a run can't have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from laminar.errors import ConfigError
+from laminar.timing import Profile, load_profile
+
+if TYPE_CHECKING:
+    from laminar.config import Config
+
+EMULATED = "emulated"
+
+
+def with_defaults(raw: Mapping[str, Any], default_profile: str) -> Mapping[str, Any]:
+    """Raw config data of an emulated run with what it leaves out; of any other run as it is.
+
+    Raises ConfigError if the profile can't be used.
+    """
+    sections = {name: raw.get(name, {}) for name in ("model", "data", "reward", "rollout", "train", "simulation")}
+    if not all(isinstance(section, Mapping) for section in sections.values()):
+        return raw
+    if EMULATED not in (sections["rollout"].get("engine"), sections["train"].get("backend")):
+        return raw
+    profile = _profile(sections["simulation"].get("profile", default_profile))
+    total, rollout_gpus, train_gpus, replicas = _gpus(raw, sections["rollout"], sections["train"], profile)
+    defaults: dict[str, dict[str, Any]] = {
+        "model": {"path": None},
+        "data": {"train": None, "max_prompt_tokens": profile.prompt_tokens},
+        "reward": {"functions": None},
+        "rollout": {
+            "max_new_tokens": profile.max_response_tokens,
+            "max_num_seqs": profile.max_num_seqs,
+            "kv_tokens": profile.kv_tokens,
+            "gpus": rollout_gpus,
+            "replicas": replicas,
+        },
+        "train": {"gpus": train_gpus},
+    }
+    filled = {name: _filled(sections[name], values) for name, values in defaults.items()}
+    return _filled(raw, {"gpus": total}) | filled
+
+
+def _filled(table: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """`none` is no value here: it is what the profile says."""
+    return {**table, **{key: value for key, value in defaults.items() if table.get(key) in (None, "none")}}
+
+
+def _profile(name: object) -> Profile:
+    try:
+        return load_profile(str(name))
+    except ConfigError as error:
+        where = "simulation.profile"
+        raise ConfigError(error.what, where=where, expected=error.expected, got=error.got or str(name)) from None
+
+
+def _gpus(
+    raw: Mapping[str, Any], rollout: Mapping[str, Any], train: Mapping[str, Any], profile: Profile
+) -> tuple[Any, Any, Any, Any]:
+    """All GPUs, those of the replicas, those of the trainer, and the replicas. What is not given: an even split."""
+    given = raw.get("gpus"), rollout.get("gpus"), train.get("gpus")
+    total, ours, theirs = (None if value == "none" else value for value in given)
+    replicas = rollout.get("replicas", 1)
+    if not all(isinstance(value, int) for value in (total, ours, theirs, replicas) if value is not None):
+        return total, ours, theirs, replicas  # a mistake, which is told by the types of the fields
+    if ours is None:
+        if total is None or "replicas" in rollout:
+            ours = replicas * profile.gpus_per_replica
+        else:
+            ours = total - (total // 2 if theirs is None else theirs)
+    if theirs is None:
+        theirs = ours if total is None else total - ours
+    replicas = rollout.get("replicas", max(1, ours // profile.gpus_per_replica))
+    return ours + theirs if total is None else total, ours, theirs, replicas
+
+
+def broken_rules(config: Config) -> Iterator[ConfigError]:
+    """Rules between the keys of emulated runs, and keys that only such runs have."""
+    engine, backend = config.rollout.engine, config.train.backend
+    if (engine == EMULATED) != (backend == EMULATED):
+        yield ConfigError(
+            "an emulated engine and an emulated trainer need each other",
+            where="train.backend",
+            expected=f'"{engine}", as rollout.engine',
+            got=f'"{backend}"',
+        )
+    elif engine == EMULATED:
+        yield from _broken_emulated_rules(config)
+    else:
+        for key, gpus, threads in (
+            ("gpus", config.gpus, "train.threads and rollout.threads"),
+            ("rollout.gpus", config.rollout.gpus, "rollout.threads"),
+            ("train.gpus", config.train.gpus, "train.threads"),
+        ):
+            if gpus is not None:
+                why = "this version does not place processes on GPUs; the key is for emulated runs"
+                yield ConfigError(why, where=key, got=str(gpus), fix=f"use {threads}")
+
+
+def _broken_emulated_rules(config: Config) -> Iterator[ConfigError]:
+    profile = load_profile(config.simulation.profile)
+    if profile.tool_calls:
+        yield ConfigError(
+            "the emulated engine calls no tools", where="simulation.profile", expected="a profile with tool_calls = 0"
+        )
+    for key, value in (("data.epochs", config.data.epochs), ("data.eval", config.data.eval)):
+        if value is not None:
+            yield ConfigError(
+                "an emulated run has no dataset", where=key, got=str(value), fix="remove it; set iterations"
+            )
+    expected = config.rollout.replicas * profile.gpus_per_replica
+    if config.rollout.gpus != expected:
+        yield ConfigError(
+            "does not fit the replicas",
+            where="rollout.gpus",
+            expected=f"{expected}: rollout.replicas x {profile.gpus_per_replica} of profile {profile.name}",
+            got=str(config.rollout.gpus),
+        )
+    elif config.gpus != expected + (config.train.gpus or 0):
+        yield ConfigError(
+            "is not the sum of its parts",
+            where="gpus",
+            expected=f"rollout.gpus + train.gpus, {expected} + {config.train.gpus}",
+            got=str(config.gpus),
+        )
