@@ -22,7 +22,7 @@ from laminar.data.prompts import Drawn
 from laminar.data.samplers import fifo
 from laminar.data.store import DataStore
 from laminar.trainer.loop import TrainerLoop
-from laminar.trainer.step import TrainState
+from laminar.trainer.torch_backend import TorchBackend
 from laminar.types import Chunk, Finish, GroupScore, MemberScore, ReplicaReport, ScoreReport, Version
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -179,7 +179,7 @@ def run_folder(config: Config, tmp_path: Path) -> Path:
     store.apply([Issue("replica-0", 1, V0, EVAL_ROWS, "eval", "test"), Issue("replica-0", 1, V0, B, "train", "test")])
     generate_and_score(store)
     shelf = Shelf()
-    assert TrainerLoop(config, TrainState.create(config), store, shelf, shelf, tmp_path / "checkpoints").run()
+    assert TrainerLoop(config, TorchBackend(config), store, shelf, shelf, tmp_path / "checkpoints").run()
     store.close()
     return tmp_path
 

@@ -16,7 +16,7 @@ from typing import Any
 from laminar.control import codec, manager
 from laminar.control.manager import Record
 from laminar.data import schema
-from laminar.errors import StorageError
+from laminar.errors import ConfigError, StorageError
 from laminar.run_folder import RunFolder, is_running, read_json, read_jsonl
 from laminar.types import Settings
 
@@ -247,10 +247,14 @@ def summary(folder: RunFolder) -> str:
 def export(folder: RunFolder, version: int | None, out: Path | None) -> Json:
     """Write the model of a checkpoint as a Hugging Face folder. `version` None = the newest checkpoint."""
     from laminar.config import load
-    from laminar.trainer import checkpoint
+    from laminar.trainer import checkpoint_folder
     from laminar.trainer.export import export_model
 
-    held = {int(p.name): p for p in sorted(folder.checkpoints.iterdir()) if p.name.isdigit() and checkpoint.is_whole(p)}
+    config = load(folder.config)
+    if config.emulated:
+        raise ConfigError("an emulated run has no model to export", where=str(folder.path))
+    numbered = [path for path in sorted(folder.checkpoints.iterdir()) if path.name.isdigit()]
+    held = {int(path.name): path for path in numbered if checkpoint_folder.is_whole(path)}
     if not held:
         raise StorageError("the run has no checkpoint yet", where=str(folder.checkpoints))
     chosen = max(held) if version is None else version
@@ -261,5 +265,5 @@ def export(folder: RunFolder, version: int | None, out: Path | None) -> Json:
             expected=f"one of {', '.join(map(str, sorted(held)))}",
         )
     target = out or folder.export
-    export_model(held[chosen], load(folder.config).model.path, target)
+    export_model(held[chosen], config.model_path, target)
     return {"version": chosen, "path": str(target)}

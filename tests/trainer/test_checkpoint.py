@@ -11,7 +11,7 @@ import torch
 
 from laminar.config import Config
 from laminar.errors import StorageError
-from laminar.trainer import checkpoint
+from laminar.trainer import checkpoint, checkpoint_folder
 from laminar.trainer.step import TrainState, train_batch
 from laminar.types import Batch, Version
 
@@ -69,7 +69,7 @@ def test_the_newest_are_kept(tmp_path: Path, state: TrainState, keep: int, left:
     for number in (3, 9, 12):
         save_at(tmp_path, state, number, keep)
     assert sorted(path.name for path in tmp_path.iterdir()) == left
-    assert checkpoint.newest(tmp_path) == tmp_path / "000012"
+    assert checkpoint_folder.newest(tmp_path) == tmp_path / "000012"
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -85,8 +85,8 @@ def test_a_torn_checkpoint_is_passed_over(tmp_path: Path, state: TrainState, nam
     else:
         flipped = bytes([content[0] ^ 0xFF]) + content[1:]
         file.write_bytes({"empty": b"", "short": content[:-2], "flipped": flipped}[damage])
-    assert checkpoint.newest(tmp_path) == tmp_path / "000001"
-    assert checkpoint.is_whole(save_at(tmp_path, state, 2))  # and is replaced when its number comes again
+    assert checkpoint_folder.newest(tmp_path) == tmp_path / "000001"
+    assert checkpoint_folder.is_whole(save_at(tmp_path, state, 2))  # and is replaced when its number comes again
 
 
 def test_a_writer_that_died_at_any_file_leaves_nothing_to_load(tmp_path: Path, state: TrainState) -> None:
@@ -95,10 +95,10 @@ def test_a_writer_that_died_at_any_file_leaves_nothing_to_load(tmp_path: Path, s
     temporary = tmp_path / ".000002.tmp"
     path.rename(temporary)
     for name in reversed(FILES):
-        assert checkpoint.newest(tmp_path) == tmp_path / "000001"
+        assert checkpoint_folder.newest(tmp_path) == tmp_path / "000001"
         (temporary / name).unlink()
-    assert checkpoint.newest(tmp_path) == tmp_path / "000001"
-    assert checkpoint.newest(tmp_path / "none") is None
+    assert checkpoint_folder.newest(tmp_path) == tmp_path / "000001"
+    assert checkpoint_folder.newest(tmp_path / "none") is None
     save_at(tmp_path, state, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["000001", "000002"]
 
@@ -116,10 +116,10 @@ def test_a_full_disk_is_one_message(tmp_path: Path, state: TrainState, monkeypat
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "_sync", fail)
+    monkeypatch.setattr(checkpoint_folder, "_sync", fail)
     with pytest.raises(StorageError, match="No space left"):
         save_at(tmp_path, state, 2)
-    assert checkpoint.newest(tmp_path) == tmp_path / "000001"
+    assert checkpoint_folder.newest(tmp_path) == tmp_path / "000001"
 
 
 def test_nothing_but_tensors_and_json(tmp_path: Path, state: TrainState) -> None:

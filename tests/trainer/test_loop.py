@@ -12,9 +12,9 @@ from torch import Tensor
 
 from laminar.config import Config
 from laminar.errors import ProtocolError
-from laminar.trainer import checkpoint
+from laminar.trainer import checkpoint, checkpoint_folder
 from laminar.trainer.loop import TrainerLoop
-from laminar.trainer.step import TrainState
+from laminar.trainer.torch_backend import TorchBackend
 from laminar.types import Batch, Trained, Version
 
 ITERATIONS = 6
@@ -88,7 +88,7 @@ def config(make_config: Callable[..., Config]) -> Config:
 
 
 def run(world: World, config: Config, folder: Path, **options: object) -> bool:
-    loop = TrainerLoop(config, TrainState.create(config), world, world, world, folder, **options)  # type: ignore[arg-type]
+    loop = TrainerLoop(config, TorchBackend(config), world, world, world, folder, **options)  # type: ignore[arg-type]
     return loop.run()
 
 
@@ -98,7 +98,7 @@ def test_order_of_an_iteration(world: World, config: Config, tmp_path: Path) -> 
     seen = []
 
     def look(report: Trained) -> None:
-        seen.append((report.version.number, report.checkpoint, checkpoint.newest(tmp_path)))
+        seen.append((report.version.number, report.checkpoint, checkpoint_folder.newest(tmp_path)))
 
     assert run(world, config, tmp_path, on_iteration=look)
     expected: list[tuple[str, int]] = [("publish", 0), ("record", 0), ("announce", 0)]
@@ -230,7 +230,7 @@ def test_prompts_that_end_end_the_run_with_a_checkpoint(
     """Fault 9: the data ends first."""
     world = World(make_batch, num_cuts=3)
     assert run(world, make_config(iterations=None, data__epochs=1), tmp_path)
-    assert checkpoint.newest(tmp_path) == tmp_path / "000003"
+    assert checkpoint_folder.newest(tmp_path) == tmp_path / "000003"
 
 
 def test_stop_while_waiting(world: World, config: Config, tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_stop_while_waiting(world: World, config: Config, tmp_path: Path) -> Non
     thread.join(DEADLINE_S)
     release.set()
     assert results == [False]
-    assert checkpoint.newest(tmp_path) is None
+    assert checkpoint_folder.newest(tmp_path) is None
 
 
 def test_stop_between_iterations(world: World, config: Config, tmp_path: Path) -> None:

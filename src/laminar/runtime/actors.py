@@ -13,8 +13,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from laminar.config import Config
 from laminar.control.commands import Numbered
@@ -22,7 +23,13 @@ from laminar.control.events import Beat, DriverEvent, Recovered, StoreEvents
 from laminar.run_folder import NODE, RunFolder
 from laminar.runtime.handles import ManagerHandle, RelayManagerHandle, ScoreHandle, StoreHandle
 from laminar.runtime.services import ManagerService, StoreService
+from laminar.timing import load_profile
 from laminar.types import Batch, ReplicaReply, ReplicaReport, ScoreReport, Settings, Trained, UnscoredGroup
+
+if TYPE_CHECKING:
+    from laminar.rollout.engine import Engine
+    from laminar.trainer.loop import Backend
+    from laminar.weights.publisher import LocalVersions
 
 
 class Actor:
@@ -124,46 +131,70 @@ class RelayActor(Actor):
         from laminar.weights.relay import Relay, RelaySettings
         from laminar.weights.versions import VersionLog
 
-        self.limit_threads()
         settings = RelaySettings(self.id, incarnation, config.faults.heartbeat_s)
         relay = Relay(self.folder.slots(NODE), VersionLog(self.folder.versions), settings)
         relay.run(threading.Event(), RelayManagerHandle(manager, NODE))
 
 
 class ReplicaActor(Actor):
-    needs = ("laminar.rollout.torch_engine",)
+    needs = ("laminar.rollout.replica", "laminar.rollout.torch_engine")
 
     def run(self, incarnation: int, config: Config, store: StoreHandle, manager: ManagerHandle) -> None:
         from laminar.rollout.replica import Replica
-        from laminar.rollout.torch_engine import TorchEngine
         from laminar.weights.publisher import LocalVersions
 
-        self.limit_threads()
         versions = LocalVersions(self.folder.slots(NODE))
-        engine = TorchEngine(
-            config.model.path, config.rollout, config.seed, versions, golden_tolerance=config.golden_tolerance
+        Replica(self.id, incarnation, NODE, self.engine(config, versions), versions, store, manager, config).run()
+
+    def engine(self, config: Config, versions: LocalVersions) -> Engine:
+        from laminar.rollout.torch_engine import TorchEngine
+
+        self.limit_threads()
+        return TorchEngine(
+            config.model_path, config.rollout, config.seed, versions, golden_tolerance=config.golden_tolerance
         )
-        Replica(self.id, incarnation, NODE, engine, versions, store, manager, config).run()
+
+
+class EmulatedReplicaActor(ReplicaActor):
+    needs = ("laminar.rollout.replica", "laminar.rollout.emulated_engine")
+
+    def engine(self, config: Config, versions: LocalVersions) -> Engine:
+        from laminar.rollout.emulated_engine import EmulatedEngine
+
+        profile, time_scale = load_profile(config.simulation.profile), config.simulation.time_scale
+        return EmulatedEngine(profile, config.rollout, config.seed, versions, time_scale=time_scale)
 
 
 class TrainerActor(Actor):
-    needs = ("laminar.trainer.loop", "laminar.trainer.export")
+    needs = ("laminar.trainer.loop", "laminar.trainer.torch_backend")
 
     def run(self, incarnation: int, config: Config, store: StoreHandle, manager: ManagerHandle) -> None:
         from laminar.trainer.beat import TrainerVoice
-        from laminar.trainer.export import export_model
         from laminar.trainer.loop import TrainerLoop
-        from laminar.trainer.step import TrainState
         from laminar.weights.publisher import Publisher
 
-        self.limit_threads()
         voice = TrainerVoice(manager, incarnation, config.faults.heartbeat_s)
         publisher = Publisher(self.folder.slots(NODE), self.folder.versions, config.rollout.dtype, config.num_slots)
-        state = TrainState.create(config)
-        loop = TrainerLoop(config, state, store, publisher, voice, self.folder.checkpoints, stop=voice)
+        backend = self.backend(config)
+        loop = TrainerLoop(config, backend, store, publisher, voice, self.folder.checkpoints, stop=voice)
         if loop.run():
-            export_model(state.model, config.model.path, self.folder.export)
+            backend.export(self.folder.export)
             voice.done(loop.version)
+
+    def backend(self, config: Config) -> Backend:
+        from laminar.trainer.torch_backend import TorchBackend
+
+        self.limit_threads()
+        return TorchBackend(config)
+
+
+class EmulatedTrainerActor(TrainerActor):
+    needs = ("laminar.trainer.loop", "laminar.trainer.emulated")
+
+    def backend(self, config: Config) -> Backend:
+        from laminar.trainer.emulated import EmulatedBackend
+
+        return EmulatedBackend(config, load_profile(config.simulation.profile))
 
 
 class ScorerActor(Actor):
@@ -176,7 +207,7 @@ class ScorerActor(Actor):
         stop = threading.Event()
         scorer = Scorer(
             config,
-            load_tokenizer(config.model.path),
+            load_tokenizer(config.model_path),
             ScoreHandle(store.actor, stop),
             base_folder=self.folder.path,
             log_path=self.folder.logs / "rewards.log",
@@ -186,3 +217,29 @@ class ScorerActor(Actor):
             scorer.run(stop)
         finally:
             scorer.close()
+
+
+class EmulatedScorerActor(ScorerActor):
+    needs = ("laminar.data.emulated",)
+
+    def run(self, incarnation: int, config: Config, store: StoreHandle) -> None:
+        from laminar.data.emulated import ConstantScorer
+
+        stop = threading.Event()
+        reward_s = load_profile(config.simulation.profile).reward_s / config.simulation.time_scale
+        ConstantScorer(ScoreHandle(store.actor, stop), incarnation, reward_s).run(stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """Classes of the actors that have to do with the model."""
+
+    replica: type[ReplicaActor]
+    trainer: type[TrainerActor]
+    scorer: type[ScorerActor]
+
+
+def roles_of(config: Config) -> Roles:
+    if config.emulated:
+        return Roles(EmulatedReplicaActor, EmulatedTrainerActor, EmulatedScorerActor)
+    return Roles(ReplicaActor, TrainerActor, ScorerActor)

@@ -10,7 +10,7 @@ from laminar.control.commands import EndRun, Numbered
 from laminar.control.events import DriverEvent, Recovered, StopRequested
 from laminar.run_folder import RunFolder
 from laminar.runtime import handles
-from laminar.runtime.actors import ManagerActor, RelayActor, ReplicaActor, ScorerActor, StoreActor, TrainerActor
+from laminar.runtime.actors import ManagerActor, RelayActor, StoreActor, roles_of
 from laminar.runtime.handles import ManagerHandle, StoreHandle
 from laminar.runtime.supervise import Supervisor
 from laminar.types import Settings
@@ -29,15 +29,15 @@ def run(
     `origin`: the monotonic instant of run second 0. `interrupted`: set when the user wants to stop. `say`: shows a
     line.
     """
-    supervisor = Supervisor(folder)
+    supervisor, roles = Supervisor(folder), roles_of(config)
     store_process = supervisor.create(StoreActor, "datastore", "datastore")
     relay = supervisor.create(RelayActor, "relay", "relay-0")
-    trainer = supervisor.create(TrainerActor, "trainer", "trainer", config.train.threads)
+    trainer = supervisor.create(roles.trainer, "trainer", "trainer", config.train.threads)
     replicas = [
-        supervisor.create(ReplicaActor, "replica", f"replica-{i}", config.rollout.threads)
+        supervisor.create(roles.replica, "replica", f"replica-{i}", config.rollout.threads)
         for i in range(config.rollout.replicas)
     ]
-    scorer = supervisor.create(ScorerActor, "scorer", "scorer")
+    scorer = supervisor.create(roles.scorer, "scorer", "scorer")
     try:
         store = StoreHandle(store_process.actor)
         recovered: Recovered = handles.wait_for(store.open(config, settings, origin), interrupted)

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from laminar.errors import ModelError, StorageError
-from laminar.trainer.checkpoint import CONFIG, MODEL, is_whole
+from laminar.trainer.checkpoint import CONFIG, MODEL
+from laminar.trainer.checkpoint_folder import is_whole
 
 
 def export_model(source: PreTrainedModel | Path, start_folder: Path, out: Path) -> None:

@@ -1,6 +1,6 @@
 """The trainer's process: take a batch, train, publish, checkpoint, say so.
 
-Owns: the model, its optimizer, the checkpoints, and the numbering of versions.
+Owns: the backend (model and optimizer, or what stands for them), the checkpoints, and the numbering of versions.
 Consumes: `BatchSource` (the data store), `Publisher` (weight slots and versions.jsonl), `Announcer` (the manager).
 Waits for: the next batch, and nothing else. One request is outstanding while the batch before it is trained; it
     is made in a thread of its own, so that a stop is seen at once while the answer is still to come.
@@ -21,21 +21,45 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
-
-from torch import Tensor
+from typing import Any, Protocol
 
 from laminar.config import Config
 from laminar.errors import ProtocolError
-from laminar.trainer import checkpoint
+from laminar.trainer import checkpoint_folder
 from laminar.trainer.lineage import Records
-from laminar.trainer.policy import golden, named_weights
-from laminar.trainer.step import Statistics, TrainState, train_batch
 from laminar.types import Batch, Trained, Version
 
 logger = logging.getLogger(__name__)
 
 STOP_POLL_S = 0.05
+
+NamedWeights = Iterator[tuple[str, Any]]
+"""Unfused Hugging Face names, each with a tensor, or with an array in the published form."""
+
+
+class Backend(Protocol):
+    """What is trained: the weights of one version, and how they become those of the next."""
+
+    version: Version
+    """Set by the loop, which alone numbers versions."""
+
+    def train(self, batch: Batch) -> dict[str, float | None]:
+        """One iteration in place. Returns the statistics that docs/metrics.md names; an empty batch changes nothing."""
+
+    def weights(self) -> NamedWeights:
+        """As they are: to be copied before the next iteration."""
+
+    def golden(self) -> Sequence[float]:
+        """Log-probs on the golden prompt (`laminar.golden`)."""
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint of everything, durable on return, into the folder of all checkpoints."""
+
+    def restore(self, path: Path) -> None:
+        """Become what a whole checkpoint holds, its version included."""
+
+    def export(self, out: Path) -> None:
+        """Write the model for others to use."""
 
 
 class BatchSource(Protocol):
@@ -53,13 +77,13 @@ class Publisher(Protocol):
     def records(self) -> Iterable[tuple[Version, str]]:
         """Versions ever recorded, with their fingerprints."""
 
-    def digest(self, weights: Iterator[tuple[str, Tensor]]) -> str:
+    def digest(self, weights: NamedWeights) -> str:
         """Fingerprint that these weights have once published (in the published dtype)."""
 
     def append_record(self, version: Version, fingerprint: str) -> None:
         """Durable on return."""
 
-    def publish(self, version: Version, weights: Iterator[tuple[str, Tensor]], golden: Sequence[float]) -> str:
+    def publish(self, version: Version, weights: NamedWeights, golden: Sequence[float]) -> str:
         """Copy the weights into a slot; waits for no reader. Returns the fingerprint."""
 
 
@@ -81,7 +105,7 @@ class TrainerLoop:
     def __init__(
         self,
         config: Config,
-        state: TrainState,
+        backend: Backend,
         store: BatchSource,
         publisher: Publisher,
         manager: Announcer,
@@ -92,37 +116,32 @@ class TrainerLoop:
         """
         Args:
             config: of the run
-            state: fresh, of version 0; set to the newest checkpoint if there is one
+            backend: fresh, of version 0; set to the newest checkpoint if there is one
             store, publisher, manager: see the protocols
             folder: of the checkpoints
             stop: looked at between iterations and while waiting for a batch
             on_iteration: called after each iteration with what the store was told
         """
-        self._config, self._state, self._store, self._publisher, self._manager = (
-            config,
-            state,
-            store,
-            publisher,
-            manager,
-        )
+        self._config, self._backend, self._store = config, backend, store
+        self._publisher, self._manager = publisher, manager
         self._folder, self._stop, self._on_iteration = folder, stop or threading.Event(), on_iteration
         self._records = Records(publisher.records())
         self._publish_from = self._records.highest_number or 0
         self._checkpoint = 0
-        if (path := checkpoint.newest(folder)) is not None:
-            checkpoint.restore(path, state)
-            self._checkpoint = state.version.number
+        if (path := checkpoint_folder.newest(folder)) is not None:
+            backend.restore(path)
+            self._checkpoint = backend.version.number
 
     @property
     def version(self) -> Version:
         """Of the weights as they are."""
-        return self._state.version
+        return self._backend.version
 
     def run(self) -> bool:
         """Train until the run is over. False: it was stopped before that, and goes on from a checkpoint."""
-        self._name_weights(self._state.version.number)
+        self._name_weights(self._backend.version.number)
         batches = _Prefetch(self._store.next_batch, self._stop)
-        self._request(batches, self._state.version.number)
+        self._request(batches, self._backend.version.number)
         while not self._stop.is_set() and not self._is_last():
             waited = time.monotonic()
             batch = batches.take()
@@ -134,7 +153,7 @@ class TrainerLoop:
         batches.close()
         if self._stop.is_set():
             return False
-        self._save_if(self._checkpoint != self._state.version.number)
+        self._save_if(self._checkpoint != self._backend.version.number)
         return True
 
     def _request(self, batches: _Prefetch, update: int) -> None:
@@ -142,10 +161,10 @@ class TrainerLoop:
             batches.request(update)
 
     def _iterate(self, batch: Batch, wait_s: float) -> None:
-        if batch.update != self._state.version.number:
-            raise ProtocolError(f"batch {batch.update} came while the weights are version {self._state.version}")
+        if batch.update != self._backend.version.number:
+            raise ProtocolError(f"batch {batch.update} came while the weights are version {self._backend.version}")
         started = time.monotonic()
-        statistics: Statistics = train_batch(self._state, batch, self._config)
+        statistics = self._backend.train(batch)
         trained = time.monotonic()
         self._name_weights(batch.update + 1)
         statistics |= {
@@ -153,8 +172,8 @@ class TrainerLoop:
             "train_s": trained - started,
             "publish_stall_s": time.monotonic() - trained,
         }
-        number = self._state.version.number
-        report = Trained(batch.update, self._state.version, self._checkpoint, statistics)
+        number = self._backend.version.number
+        report = Trained(batch.update, self._backend.version, self._checkpoint, statistics)
         self._store.trained(report)
         self._save_if(number % self._config.train.checkpoint_every == 0 or self._is_last())
         if self._on_iteration is not None:
@@ -170,13 +189,13 @@ class TrainerLoop:
         if version is not None:
             fingerprint, is_new = self._publish(version), True
         else:
-            fingerprint = self._publisher.digest(named_weights(self._state.model))
+            fingerprint = self._publisher.digest(self._backend.weights())
             version, is_new = self._records.identify(number, fingerprint)
-            if is_new and version.lineage > self._state.version.lineage:
+            if is_new and version.lineage > self._backend.version.lineage:
                 logger.warning("the weights of version %d are not those on record: now %s", number, version)
             if publish:
                 self._publish(version)
-        self._state.version = version
+        self._backend.version = version
         if is_new:
             self._publisher.append_record(version, fingerprint)
             self._records.add(version, fingerprint)
@@ -184,16 +203,15 @@ class TrainerLoop:
             self._manager.published(version, self._checkpoint)
 
     def _publish(self, version: Version) -> str:
-        model = self._state.model
-        return self._publisher.publish(version, named_weights(model), golden(model, self._config.rollout.dtype))
+        return self._publisher.publish(version, self._backend.weights(), self._backend.golden())
 
     def _is_last(self) -> bool:
-        return self._state.version.number == self._config.iterations
+        return self._backend.version.number == self._config.iterations
 
     def _save_if(self, due: bool) -> None:
         if due:
-            checkpoint.save(self._folder, self._state)
-            self._checkpoint = self._state.version.number
+            self._backend.save(self._folder)
+            self._checkpoint = self._backend.version.number
 
 
 class _Prefetch:
