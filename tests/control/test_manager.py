@@ -179,6 +179,17 @@ def test_an_engine_that_is_stuck_is_found_though_the_replica_beats() -> None:
     assert "its engine has not moved for 10.5 s though it has work" in end(commands).message
 
 
+def test_an_engine_that_moves_slowly_is_not_stuck() -> None:
+    """One long trajectory is work, however long no sample finishes."""
+    scene = Scene(suspect_after_s=2.0, dead_after_s=10.0)
+    (command, *_) = scene.ready()
+    scene.issued(command)
+    for number in range(100):
+        moving = ReplicaBeat("r0", 1, "generating", v(0), number // 10, node="n")
+        assert not any(isinstance(c, EndRun) for c in scene.tick(0.5, *beats(scene)[:2], moving))
+    assert not [note for note in scene.manager.notes if "r0" in note]
+
+
 @pytest.mark.parametrize("first", ["tick", "beat"])
 def test_a_manager_that_was_away_declares_nobody_dead(first: str) -> None:
     """Protocol §8: whatever it handles first after it was stopped for an hour."""
