@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from laminar import cli
+from laminar.config import dump, load
 from laminar.run_folder import RunFolder, write_json
 from tests.runs import make_run
 
@@ -118,7 +119,8 @@ def test_replay(laminar: Laminar, folder: RunFolder) -> None:
     assert laminar.json("replay", folder.path, code=1)["agrees"] is False
 
 
-def test_export_without_a_checkpoint(laminar: Laminar, folder: RunFolder) -> None:
+def test_export_without_a_checkpoint(laminar: Laminar, folder: RunFolder, project: Path) -> None:
+    folder.config.write_text(dump(load(project / "config.toml")))
     assert laminar("export", folder.path) == 2
     assert laminar.err.startswith(f"laminar: {folder.checkpoints}: the run has no checkpoint yet")
 
