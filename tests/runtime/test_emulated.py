@@ -1,0 +1,58 @@
+"""The real runtime without a model: the lengths of the profile, a closed account, and a resume that changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from laminar import config as configs
+from laminar import preflight, reports
+from laminar.config import Config
+from laminar.data import schema
+from laminar.errors import ConfigError
+from laminar.timing import load_profile
+from tests.runtime.conftest import Run
+
+R08 = Path(__file__).parents[2] / "configs" / "emulated" / "r08.toml"
+TOY = (
+    "gpus=none",
+    "rollout.replicas=2",
+    "simulation.profile=toy",
+    "simulation.time_scale=20",
+    "train.groups_per_batch=8",
+    "train.group_size=4",
+    "train.num_mini_batches=2",
+    "train.checkpoint_every=2",
+    "rollout.stream_interval_s=0.1",
+)
+"""Batches of 32 samples of some 60 tokens, with room for about eight of them in each of two replicas."""
+
+
+def config(*overrides: str) -> Config:
+    loaded = configs.load(R08, [*TOY, *overrides])
+    preflight.check(loaded)
+    return loaded
+
+
+def test_a_run_has_the_lengths_of_its_profile_and_goes_on_where_it_was(run: Run) -> None:
+    """Invariants 2, 7 and 12. Two commands for one run: each version is recorded once, in the first lineage."""
+    first = run(config("iterations=3"))
+    begun = first.versions
+    assert first.code == 0
+    outcome = run(config("iterations=5"), resume=True)
+    assert outcome.code == 0
+    assert [row["version"] for row in outcome.metrics] == [1, 2, 3, 4, 5]
+    assert {row["num_samples"] for row in outcome.metrics} == {32}
+    assert {row["reward_mean"] for row in outcome.metrics} == {1.0}
+    assert max(row["staleness_use_max"] for row in outcome.metrics) <= 4
+    assert [(row["lineage"], row["version"]) for row in outcome.versions] == [(0, number) for number in range(6)]
+    assert len(begun) == 4 and outcome.versions[:4] == begun
+    profile = load_profile("toy")
+    with schema.connect_read_only(outcome.folder.database) as db:
+        lengths = db.execute("SELECT group_id, idx, length FROM samples WHERE state = 'trained'").fetchall()
+    db.close()
+    assert len(lengths) == 5 * 32
+    assert all(length == profile.response_length(0, group, index) for group, index, length in lengths)
+    with pytest.raises(ConfigError, match="has no model to export"):
+        reports.export(outcome.folder, None, None)
