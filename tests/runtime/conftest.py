@@ -106,6 +106,15 @@ class Command:
     def num_rows(self) -> int:
         return sum(1 for _ in read_jsonl(self.folder.metrics))
 
+    def wait_for_rows(self, number: int) -> None:
+        """Until `number` iterations are on record; fails at once if the command ends before."""
+
+        def enough() -> bool:
+            assert self.process.poll() is None, f"the command ended: {self.wait()}"
+            return self.num_rows >= number
+
+        wait_until(enough, f"iteration {number}")
+
     def pids(self) -> list[int]:
         return guard.marked(self.folder.tag)
 
@@ -149,7 +158,7 @@ def command(tmp_path: Path) -> Iterator[Callable[..., Command]]:
         folder = RunFolder(tmp_path / name)
         where = ["--resume", str(folder.path)] if resume else [str(SORT), *SMALL, "--run-dir", str(folder.path)]
         process = subprocess.Popen(
-            [sys.executable, "-m", "laminar.cli", "train", *where, *arguments],
+            [str(Path(sys.executable).with_name("laminar")), "train", *where, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -49,7 +49,7 @@ def test_failed_scores_are_dropped_not_trained(run: Run, rewards: Path) -> None:
 def test_the_death_of_a_process_ends_the_run(command: Callable[..., Command], role: str) -> None:
     """Fault 2: any process of the run is killed; within seconds exit 1 and a message; then `--resume` ends the run."""
     first = command("iterations=200", "train.checkpoint_every=3")
-    wait_until(lambda: first.num_rows >= 2, "two iterations")
+    first.wait_for_rows(2)
     os.kill(first.pid_of(role), signal.SIGKILL)
     code, out = first.wait(within_s=30)
     assert code == 1 and role in out and "--resume" in out and "Traceback" not in out
@@ -70,7 +70,7 @@ def test_a_signal_ends_the_run_in_order(command: Callable[..., Command], number:
     """Fault 10: all children are gone within 10 s, the exit code is 130, and `--resume` goes on."""
     first = command("iterations=200")
     if moment == "training":
-        wait_until(lambda: first.num_rows >= 2, "two iterations")
+        first.wait_for_rows(2)
     else:
         wait_until(first.pids, "the first process")
     first.process.send_signal(number)
@@ -87,7 +87,7 @@ def test_a_signal_ends_the_run_in_order(command: Callable[..., Command], number:
 def test_a_run_can_not_be_resumed_twice_at_once(command: Callable[..., Command]) -> None:
     """A run folder has one driver: the second one is refused with one message."""
     first = command("iterations=200")
-    wait_until(lambda: first.num_rows >= 1, "one iteration")
+    first.wait_for_rows(1)
     code, out = command(resume=True).wait()
     assert code == 2 and "is going on" in out
     assert first.process.poll() is None

@@ -63,7 +63,7 @@ def run_with_kills(command: Callable[..., Command], seed: int, num_kills: int, c
 def finish(command: Callable[..., Command], current: Command) -> Command:
     """Let a run train some more, stop it, and bring it to its end."""
     rows = current.num_rows
-    wait_until(lambda: current.num_rows >= rows + 2, "two more iterations")
+    current.wait_for_rows(rows + 2)
     current.kill_everything()
     current.assert_nothing_left()
     last = command(f"iterations={current.num_rows + 2}", resume=True)
@@ -89,7 +89,7 @@ def test_killed_at_random_moments(command: Callable[..., Command], tmp_path: Pat
     trainer on the same cuts."""
     current = run_with_kills(command, seed, num_kills, checkpoint_every=1000)
     rows = current.num_rows
-    wait_until(lambda: current.num_rows >= rows + 1, "one more iteration")
+    current.wait_for_rows(rows + 1)
     current.kill_everything()
     current.assert_nothing_left()
     assert assert_weights_follow_from_cuts(current.folder, tmp_path) >= 1

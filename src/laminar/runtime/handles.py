@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from laminar.config import Config
 from laminar.control import events
@@ -159,6 +159,14 @@ def wait_for_any(references: Sequence[Any], timeout_s: float) -> list[Any]:
     done: list[Any]
     done, _ = ray.wait(list(references), num_returns=1, timeout=timeout_s)
     return done
+
+
+def answer_of(poll: Any) -> Any:
+    """The answer to a poll of the manager; None if the manager is gone, which its body tells too."""
+    try:
+        return ray.get(poll)
+    except RayActorError:
+        return None
 
 
 def result_of(reference: Any) -> Any:

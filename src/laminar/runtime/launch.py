@@ -12,7 +12,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ from types import FrameType, ModuleType
 from laminar import config as configs
 from laminar.config import Config
 from laminar.data.prompts import load_rows
-from laminar.errors import ConfigError, RunFailed, StorageError, UserError
+from laminar.errors import ConfigError, RunFailed, StorageError
 from laminar.run_folder import NODE, RunFolder, read_json, read_jsonl, write_atomic, write_json
 from laminar.runtime import guard
 
@@ -61,12 +60,12 @@ def run_in(
 
     rows = len(load_rows(config.data.eval, folder.path)) if config.data.eval is not None else 0
     try:
-        end, error = run(folder, config, config.settings(rows), began - _run_seconds(folder), interrupted, say)
+        end, traceback = run(folder, config, config.settings(rows), began - _run_seconds(folder), interrupted, say)
     except KeyboardInterrupt:
         return INTERRUPTED
     write_json(folder.run, {"outcome": end.outcome, "message": end.message})
     if end.outcome == "failed":
-        raise _failed(end.message, error, folder)
+        raise _failed(end.message, traceback, folder)
     return 0 if end.outcome == "completed" else INTERRUPTED
 
 
@@ -104,13 +103,11 @@ def refuse_changes(old: Config, new: Config, folder: RunFolder) -> None:
         )
 
 
-def _failed(message: str, error: BaseException | None, folder: RunFolder) -> RunFailed:
-    log = folder.logs / "errors.log"
-    if error is None or isinstance(error, UserError):
-        return RunFailed(f"the run failed: {message}\n  logs: {folder.logs}\n  go on with: --resume {folder.path}")
-    text = log.read_text(encoding="utf-8").rstrip() if log.exists() else "".join(traceback.format_exception(error))
-    print(text, file=sys.stderr)
-    return RunFailed(f"the run failed: {message}\n  traceback: {log}\n  go on with: --resume {folder.path}")
+def _failed(message: str, traceback: str | None, folder: RunFolder) -> RunFailed:
+    """The one message of a failed run, after the traceback if there is one."""
+    if traceback is not None:
+        print(traceback.rstrip(), file=sys.stderr)
+    return RunFailed(f"the run failed: {message}\n  logs: {folder.logs}\n  go on with: --resume {folder.path}")
 
 
 def _run_seconds(folder: RunFolder) -> float:

@@ -23,8 +23,8 @@ def run(
     origin: float,
     interrupted: threading.Event,
     say: Callable[[str], None],
-) -> tuple[EndRun, BaseException | None]:
-    """Run to the end. Returns how it ended and, if a process failed, with what.
+) -> tuple[EndRun, str | None]:
+    """Run to the end. Returns how it ended and, if a process failed by something unforeseen, the traceback.
 
     `origin`: the monotonic instant of run second 0. `interrupted`: set when the user wants to stop. `say`: shows a
     line.
@@ -52,7 +52,7 @@ def run(
         supervisor.run(relay, term, config, manager)
         supervisor.run(scorer, term, config, store)
         end = _watch(supervisor, manager, supervisor.started(interrupted), interrupted, say)
-        return end, supervisor.first_error
+        return end, supervisor.first_traceback
     finally:
         supervisor.stop()
 
@@ -76,8 +76,8 @@ def _watch(
         if interrupted.is_set() and not told_stop:
             told_stop = True
             news.append(StopRequested("interrupted by the user"))
-        if poll in done:
-            commands, notes, states = handles.result_of(poll)
+        if poll in done and (answer := handles.answer_of(poll)) is not None:
+            commands, notes, states = answer
             for note in notes:
                 say(note)
             supervisor.write(states)

@@ -10,7 +10,6 @@ import os
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from typing import Any
 from ray.exceptions import RayActorError, RayTaskError
 
 from laminar.control.events import ProcessEnded, ProcessStarted
-from laminar.errors import UserError
+from laminar.errors import LaminarError, UserError
 from laminar.run_folder import NODE, RunFolder, is_running, write_json
 from laminar.runtime import handles
 
@@ -48,8 +47,8 @@ class Supervisor:
     incarnation: int = 0
     """The term of this start, once the data store has told it."""
     processes: list[Process] = field(default_factory=list)
-    first_error: BaseException | None = None
-    """What the first body that failed raised."""
+    first_traceback: str | None = None
+    """Of the first body that failed by something unforeseen."""
 
     def create(self, kind: type, role: str, id_: str, *args: object) -> Process:
         process = Process(role, id_, handles.create(kind, role, id_, self.folder.path, *args))
@@ -91,20 +90,21 @@ class Supervisor:
         return events
 
     def _cause(self, process: Process) -> str | None:
-        """None if the body returned. Keeps the error of the first that did not, and its traceback in logs/."""
+        """None if the body returned. What it raised goes to logs/errors.log with its traceback."""
         try:
             handles.result_of(process.body)
         except RayTaskError as error:
             cause = error.cause if isinstance(error.cause, BaseException) else error
-            self._keep(process, cause, str(error))
-            return str(cause) if isinstance(cause, UserError) else f"{type(cause).__name__}: {cause}"
+            if not isinstance(cause, UserError):
+                self.first_traceback = self.first_traceback or str(error)
+            self._log(process, str(error))
+            return str(cause) if isinstance(cause, LaminarError) else f"{type(cause).__name__}: {cause}"
         except RayActorError as error:
-            self._keep(process, error, "".join(traceback.format_exception(error)))
+            self._log(process, str(error))
             return f"its process (pid {process.pid}) was killed or crashed"
         return None
 
-    def _keep(self, process: Process, error: BaseException, text: str) -> None:
-        self.first_error = self.first_error or error
+    def _log(self, process: Process, text: str) -> None:
         with (self.folder.logs / "errors.log").open("a", encoding="utf-8") as log:
             log.write(f"{process.role} {process.id} (pid {process.pid}) failed:\n{text}\n\n")
 
