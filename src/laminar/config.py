@@ -417,6 +417,12 @@ def _broken_rules(config: Config) -> Iterator[ConfigError]:
             expected=f"<= train.group_size, {train.group_size}",
             got=str(train.min_group_size),
         )
+    if train.drop_zero_variance and train.group_size == 1:
+        yield ConfigError(
+            "would drop every group: one sample has no variance",
+            where="train.drop_zero_variance",
+            fix="set train.group_size to 2 or more, or leave it off",
+        )
     if rollout.max_in_flight is not None and rollout.max_in_flight < train.group_size:
         yield ConfigError(
             "a replica could not take one group",

@@ -67,6 +67,9 @@ class Engine:
                 del self.held[sample]
         return progress
 
+    def interrupt(self) -> None:
+        return
+
     def load(self) -> Load:
         return Load(num_running=len(self.held))
 

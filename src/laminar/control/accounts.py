@@ -85,6 +85,9 @@ class EvalRound:
     rewards: list[float] = field(default_factory=list)
 
 
+FIRST_EVAL = 2**40
+"""Evaluation groups have ids of their own: sampling is keyed by the id, and evaluating must not change training."""
+
 Order = Callable[[Sequence[Group]], Sequence[Group]]
 """A sampler: buffered groups in the order in which they are offered to a batch."""
 
@@ -99,7 +102,9 @@ class Accounts:
         self.cuts: dict[tuple[int, int], Cut] = {}
         """Cuts not yet trained."""
         self.next_group = 0
-        """Id of the next group."""
+        """Id of the next training group."""
+        self.next_eval = FIRST_EVAL
+        """Id of the next evaluation group."""
         self.cursor = 0
         """Draws from the prompt pool so far."""
         self.buffered_count = 0
@@ -157,15 +162,17 @@ class Accounts:
         settings = self.settings
         train = kind == "train"
         group = Group(
-            id=self.next_group,
+            id=self.next_group if train else self.next_eval,
             kind=kind,
             cursor=self.cursor if cursor is None else cursor,
             version=version,
             deadline=staleness.deadline(version.number, settings.max_staleness) if train else None,
         )
-        self.next_group += 1
         if train:
+            self.next_group += 1
             self.cursor += 1
+        else:
+            self.next_eval += 1
         self._group_step(group, "issue")
         for index in range(settings.group_size if train else settings.eval_group_size):
             sample = Sample(SampleId(group.id, index))

@@ -124,7 +124,7 @@ def save_counters(db: sqlite3.Connection, accounts: Accounts) -> None:
     set_meta(db, "counters", json.dumps(counters))
 
 
-COUNTERS = ("next_group", "cursor", "buffered_count", "update", "part", "trained_version", "cut_groups")
+COUNTERS = ("next_group", "next_eval", "cursor", "buffered_count", "update", "part", "trained_version", "cut_groups")
 
 
 def load_accounts(db: sqlite3.Connection, settings: Settings) -> Accounts:
@@ -132,7 +132,7 @@ def load_accounts(db: sqlite3.Connection, settings: Settings) -> Accounts:
     accounts = Accounts(settings)
     counters = json.loads(get_meta(db, "counters", "{}"))
     for name in COUNTERS:
-        setattr(accounts, name, counters.get(name, 0))
+        setattr(accounts, name, counters.get(name, getattr(accounts, name)))
     accounts.exhausted = bool(counters.get("exhausted", 0))
     marks = ", ".join("?" * len(TERMINAL))
     terminal = sorted(TERMINAL)

@@ -77,7 +77,7 @@ class WeightSource(Protocol):
 
 
 class Engine(Protocol):
-    """Generates trajectories. Not thread-safe: one thread calls it."""
+    """Generates trajectories. Not thread-safe: one thread calls it, `interrupt` apart."""
 
     @property
     def loaded(self) -> SlotRef | None:
@@ -98,6 +98,9 @@ class Engine(Protocol):
 
     def poll(self, timeout_s: float) -> list[Progress]:
         """New tokens. An embedded engine does one step; one with its own thread waits up to `timeout_s`."""
+
+    def interrupt(self) -> None:
+        """Let a `poll` that waits return now. Any thread may call it; an engine whose polls are short ignores it."""
 
     def load(self) -> Load:
         """Requests and KV tokens held at this moment."""

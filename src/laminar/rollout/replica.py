@@ -155,7 +155,9 @@ class Replica:
             self._begin([w for w in work if (w.sample, w.owner_epoch) not in cancelled])
             if pull is not None:
                 self._load(pull.version)
-            if any(h.finish_reason is None and h.failure is None for h in self._held.values()):
+            with self._news:
+                generating = self._any_generating()
+            if generating:
                 began = self.clock()
                 progress = self.engine.poll(self.config.rollout.stream_interval_s)
                 with self._news:
@@ -165,9 +167,8 @@ class Replica:
                     self._record(progress)
 
     def _something_to_do(self) -> bool:
-        generating = any(h.finish_reason is None and h.failure is None for h in self._held.values())
         load = self._pull is not None and not self._held
-        return bool(self._stopping or generating or load or self._inbox or self._cancelled)
+        return bool(self._stopping or self._any_generating() or load or self._inbox or self._cancelled)
 
     def _begin(self, work: Sequence[Work]) -> None:
         """Hand new work to the engine. What the engine refuses for good is reported as failed."""
@@ -321,6 +322,7 @@ class Replica:
         self._cancelled += reply.cancel
         if reply.work or reply.cancel:
             self._news.notify_all()
+            self.engine.interrupt()
 
     def _note_if_empty(self) -> None:
         if not self._held and not self._inbox:
@@ -354,3 +356,4 @@ class Replica:
                 case other:
                     raise ProtocolError(f"{self.name} can't do {other}")
             self._news.notify_all()
+            self.engine.interrupt()

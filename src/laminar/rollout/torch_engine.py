@@ -120,6 +120,9 @@ class TorchEngine:
         for job in [job for job in self._running if job.request.sample in gone]:
             self._stop(job)
 
+    def interrupt(self) -> None:
+        """A step is short enough to be waited for."""
+
     def load(self) -> Load:
         return Load(self._kv_used(), self._kv_capacity, len(self._running), len(self._waiting))
 

@@ -76,6 +76,7 @@ def refuse_changes(old: Config, new: Config, folder: RunFolder) -> None:
         "train.group_size": (old.train.group_size, new.train.group_size),
         "seed": (old.seed, new.seed),
         "data.train": (old.data.train, new.data.train),
+        "data.epochs": (old.data.epochs, new.data.epochs),
         "schedule": (old.schedule, new.schedule),
         "model.path": (old.model.path, new.model.path),
     }
@@ -113,7 +114,7 @@ def _failed(message: str, traceback: str | None, folder: RunFolder) -> RunFailed
 def _run_seconds(folder: RunFolder) -> float:
     """Run seconds already spent: where the clock goes on after a resume."""
     logs = sorted(folder.events.glob("*.jsonl"))
-    return max((row.get("now", 0.0) for log in logs[-1:] for row in read_jsonl(log)), default=0.0)
+    return max((row.get("now", 0.0) for log in logs for row in read_jsonl(log)), default=0.0)
 
 
 def _end_predecessor(folder: RunFolder) -> None:
