@@ -121,10 +121,15 @@ class RolloutConfig(_Section):
         description="Largest difference between trainer and engine log-probs on the golden prompt after a pull; "
         "`none` = 1e-4 in fp32, 1.0 in bf16.",
     )
-    admission: Literal["batch"] = Field(
+    admission: Literal["batch", "fresh"] = Field(
         "batch",
-        description="How a replica takes work. `batch`: whole groups up to `max_in_flight`, then newer weights.",
+        description="How a replica takes work. `batch`: whole groups up to `max_in_flight`, then newer weights. "
+        "`fresh`: new groups as old ones end, as long as it holds the newest weights.",
     )
+    repack: bool = Field(
+        True, description="Move the last unfinished samples of several replicas onto few; with `laminar` only."
+    )
+    repack_interval_s: float = Field(5.0, gt=0, description="How often repack looks; it also does at each new version.")
     max_outstanding_batches: int | None = Field(
         None,
         ge=1,
@@ -196,6 +201,10 @@ class FaultsConfig(_Section):
     dead_after_s: float = Field(
         30.0, gt=0, description="Silence, or a stuck engine, after which a process counts as dead."
     )
+    move_timeout_s: float = Field(10.0, gt=0, description="A move of samples that takes longer is called off.")
+    adopt_timeout_s: float = Field(
+        30.0, gt=0, description="How long samples without an owner wait for one before they begin anew."
+    )
     stall_timeout_s: float = Field(
         600.0, gt=0, description="After this long with nothing finished the run stops and says what it waits for."
     )
@@ -212,9 +221,12 @@ class SimulationConfig(_Section):
 class Config(_Section):
     """A whole run."""
 
-    schedule: Literal["laminar", "sync"] = Field(
+    schedule: Literal["laminar", "sync", "one_step", "stream", "partial"] = Field(
         "laminar",
-        description="How asynchronous the run is. `sync`: all generate a batch, then all wait for the trainer.",
+        description="How asynchronous the run is. `sync`: all generate a batch, then all wait for the trainer. "
+        "`one_step`: they generate the next batch while this one is trained. `stream`: the same, and each mini-batch "
+        "is trained as soon as it is there. `partial`: a new version interrupts all, which go on under it. "
+        "`laminar`: nobody waits for anybody.",
     )
     max_staleness: int | None = Field(
         4,
@@ -282,7 +294,7 @@ class Config(_Section):
     @property
     def staleness_bound(self) -> int | None:
         """k of the admission rule: what the schedule sets, else `max_staleness`."""
-        return 0 if self.schedule == "sync" else self.max_staleness
+        return {"sync": 0, "one_step": 1, "stream": 1}.get(self.schedule, self.max_staleness)
 
     @property
     def max_outstanding_groups(self) -> int:
@@ -331,6 +343,11 @@ class Config(_Section):
             groups_in_flight=self.groups_in_flight,
             last_batch=self.data.last_batch,
             drop_zero_variance=self.train.drop_zero_variance,
+            admission=self.rollout.admission,
+            repack=self.rollout.repack,
+            repack_interval_s=self.rollout.repack_interval_s,
+            move_timeout_s=self.faults.move_timeout_s,
+            adopt_timeout_s=self.faults.adopt_timeout_s,
             eval_groups=eval_groups,
             eval_every=self.eval.every,
             eval_before_train=self.eval.before_train,

@@ -125,11 +125,7 @@ _WHOLE_MODEL = "this version trains the whole model, no adapters"
 _GRPO = 'use algorithm = "grpo"'
 
 CAPABILITIES: tuple[Unsupported, ...] = (
-    Unsupported("schedule", _is("one_step"), _LATER, 'use schedule = "laminar" with max_staleness = 1'),
-    Unsupported("schedule", _is("stream", "partial"), _LATER, 'use schedule = "laminar"'),
     Unsupported("rollout.engine", _is("vllm", "sglang"), _LATER, 'use engine = "torch"'),
-    Unsupported("rollout.admission", _is("fresh"), _LATER, 'use admission = "batch"'),
-    Unsupported("rollout.repack", _SET, "this version does not move samples between replicas", "remove the key"),
     Unsupported("rollout.top_p", _BELOW_ONE, _BIASED, "use top_p = 1, and temperature to sharpen the distribution"),
     Unsupported("rollout.top_k", _POSITIVE, _BIASED, "use top_k = 0, and temperature to sharpen the distribution"),
     Unsupported("train.backend", _is("fsdp", "fsdp2", "megatron", "deepspeed"), _LATER, 'use backend = "torch"'),

@@ -125,6 +125,8 @@ class ReplicaReport:
     chunks: tuple[Chunk, ...] = ()
     finished: tuple[Finish, ...] = ()
     failed: tuple[Failure, ...] = ()
+    released: tuple[tuple[SampleId, int], ...] = ()
+    """(sample, owner epoch) that this replica has let go of; all that it made of them is in `chunks`, now or before."""
     accepted: tuple[tuple[SampleId, int], ...] = ()
     """(sample, owner epoch) of the work that arrived: it is not sent again."""
     busy_s: float = 0.0
@@ -139,6 +141,8 @@ class ReplicaReply:
 
     sequence: int
     work: tuple[Work, ...] = ()
+    release: tuple[tuple[SampleId, int], ...] = ()
+    """(sample, owner epoch) to flush and let go of: another replica goes on with them."""
     cancel: tuple[tuple[SampleId, int], ...] = ()
     """(sample, owner epoch) that this replica owns no longer: forget them, report nothing more."""
 
@@ -288,6 +292,18 @@ class Settings:
     eval_before_train: bool = False
     eval_after_train: bool = False
     eval_group_size: int = 1
+    admission: str = "batch"
+    repack: bool = False
+    repack_interval_s: float = 5.0
+    repack_kv_fraction: float = 0.9
+    repack_max_requests: int = 2**31 - 1
+    prefill_tok_s: float | None = None
+    """Speed at which a moved trajectory is prefilled again; None = free"""
+    move_timeout_s: float = 10.0
+    adopt_timeout_s: float = 30.0
+    """How long orphans wait for a replica with their version before they begin anew"""
+    max_restarts: int = 0
+    """Replacements of one process before it is given up; 0 = a death ends the run"""
     suspect_after_s: float = 2.0
     dead_after_s: float = 30.0
     stall_timeout_s: float = 600.0

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from laminar.control import ledger, staleness
 from laminar.control.events import (
+    Adopted,
     Buffered,
     CutMade,
     Dropped,
@@ -20,6 +21,7 @@ from laminar.control.events import (
     Exhausted,
     Finished,
     Issued,
+    MoveEnded,
     Orphaned,
     StoreEvent,
 )
@@ -36,6 +38,9 @@ class Sample:
     incarnation: int = 0
     owner_epoch: int = 0
     version: Version = Version(0, 0)
+    """At the issue of this attempt."""
+    last_version: Version = Version(0, 0)
+    """Of the newest token; differs from `version` under `partial` only."""
     length: int = 0
     """Response tokens stored."""
     finish_reason: str | None = None
@@ -88,6 +93,20 @@ class EvalRound:
 FIRST_EVAL = 2**40
 """Evaluation groups have ids of their own: sampling is keyed by the id, and evaluating must not change training."""
 
+
+@dataclass(slots=True)
+class MoveOrder:
+    """Everything unfinished that `source` held goes to `destination`, as the source lets go of it."""
+
+    source: str
+    destination: str
+    incarnation: int
+    """of the destination"""
+    version: Version
+    pending: dict[SampleId, None]
+    """What the source has not let go of."""
+
+
 Order = Callable[[Sequence[Group]], Sequence[Group]]
 """A sampler: buffered groups in the order in which they are offered to a batch."""
 
@@ -121,6 +140,8 @@ class Accounts:
         """Samples of training groups dropped, by reason."""
         self.cancelled: list[tuple[str, int, SampleId, int]] = []
         """(replica, incarnation, sample, owner epoch) that have to be told to forget a sample."""
+        self.moves: dict[str, MoveOrder] = {}
+        """By source."""
         self.events: list[StoreEvent] = []
         self.touched: set[int] = set()
         """Groups whose rows have to be written."""
@@ -177,7 +198,8 @@ class Accounts:
         for index in range(settings.group_size if train else settings.eval_group_size):
             sample = Sample(SampleId(group.id, index))
             self._sample_step(sample, "issue")
-            sample.owner, sample.incarnation, sample.version = replica, incarnation, version
+            sample.owner, sample.incarnation = replica, incarnation
+            sample.version = sample.last_version = version
             group.samples.append(sample)
         self.groups[group.id] = group
         return group
@@ -225,7 +247,9 @@ class Accounts:
         if (s := self._current(sample_id, owner_epoch)) and s.state in ("issued", "running"):
             self._sample_step(s, "accept")
 
-    def append(self, sample_id: SampleId, owner_epoch: int, start: int, length: int) -> bool | None:
+    def append(
+        self, sample_id: SampleId, owner_epoch: int, start: int, length: int, version: Version | None = None
+    ) -> bool | None:
         """Whether `length` new tokens at `start` are to be stored: False for a resend of stored ones, None if the
         sender does not own the sample (any more).
 
@@ -239,6 +263,7 @@ class Accounts:
         if start != s.length or s.state not in ("issued", "running"):
             raise ProtocolError(f"tokens for {sample_id} start at {start}, {s.length} are stored")
         s.length += length
+        s.last_version = version or s.version
         self.touched.add(sample_id.group)
         return True
 
@@ -253,6 +278,7 @@ class Accounts:
         s.finish_reason = reason
         s.staleness_generation = max(0, self.trained_version - s.version.number)
         self.events.append(Finished((s.id,)))
+        self._not_pending(s.owner, s.id)
         self._settle(self.groups[sample_id.group])
         return True
 
@@ -269,7 +295,78 @@ class Accounts:
         """The owner is gone: whatever it still says is refused from here on."""
         self._sample_step(sample, "orphan")
         sample.owner, sample.owner_epoch = None, sample.owner_epoch + 1
-        self.events.append(Orphaned((sample.id,), sample.version))
+        self.events.append(Orphaned((sample.id,), sample.version, self.groups[sample.id.group].deadline))
+
+    def orphan_all(self, replica: str, incarnation: int) -> None:
+        """This incarnation of a replica is dead; moves from it and to it end."""
+        self.cancel_move(replica)
+        for order in [o for o in self.moves.values() if o.destination == replica and o.incarnation == incarnation]:
+            self.cancel_move(order.source)
+        for sample in list(self.owned(replica, incarnation, "issued", "running")):
+            self.orphan(sample)
+
+    def adopt(self, replica: str, incarnation: int, version: Version, samples: Iterable[SampleId]) -> list[Sample]:
+        """Give orphans to a replica that goes on from their tokens: one that holds their version.
+
+        Under `partial`, where a trajectory has several versions, one that holds none older than its last.
+        """
+        partial = self.settings.schedule == "partial"
+        adopted = []
+        for sample_id in samples:
+            s = self.sample(sample_id)
+            if s is None or s.state != "orphan":
+                continue
+            if s.version == version or (partial and version >= s.last_version):
+                self._give(s, "adopt", replica, incarnation)
+                adopted.append(s)
+        self.events.append(Adopted(replica, incarnation, version, tuple(s.id for s in adopted)))
+        return adopted
+
+    def move(self, source: str, source_incarnation: int, destination: str, incarnation: int, version: Version) -> None:
+        """Order the source to let go of all that is unfinished; what ends before that stays ended."""
+        pending = {s.id: None for s in self.owned(source, source_incarnation, "issued", "running")}
+        self.moves[source] = MoveOrder(source, destination, incarnation, version, pending)
+        self._end_move_if_done(self.moves[source])
+
+    def cancel_move(self, source: str) -> None:
+        """What was not let go of stays where it is."""
+        if order := self.moves.get(source):
+            order.pending.clear()
+            self._end_move_if_done(order)
+
+    def to_release(self, source: str, incarnation: int) -> list[tuple[SampleId, int]]:
+        """(sample, owner epoch) that the source is to flush and let go of."""
+        order = self.moves.get(source)
+        samples = [] if order is None else [s for i in order.pending if (s := self.sample(i)) is not None]
+        return [(s.id, s.owner_epoch) for s in samples if s.owner == source and s.incarnation == incarnation]
+
+    def release(self, sample_id: SampleId, owner_epoch: int) -> Sample | None:
+        """The owner has flushed and let go: the destination of its move owns the sample now. None: old news."""
+        s = self._current(sample_id, owner_epoch)
+        if s is None or s.owner is None or s.state not in ("issued", "running"):
+            return None
+        order = self.moves.get(s.owner)
+        if order is None or sample_id not in order.pending:
+            return None
+        self._give(s, "move", order.destination, order.incarnation)
+        self.events.append(Adopted(order.destination, order.incarnation, order.version, (s.id,)))
+        self._not_pending(order.source, sample_id)
+        return s
+
+    def _give(self, sample: Sample, event: str, replica: str, incarnation: int) -> None:
+        self._sample_step(sample, event)
+        sample.owner, sample.incarnation = replica, incarnation
+        sample.owner_epoch += 1
+
+    def _not_pending(self, source: str | None, sample_id: SampleId) -> None:
+        if source is not None and (order := self.moves.get(source)) and sample_id in order.pending:
+            del order.pending[sample_id]
+            self._end_move_if_done(order)
+
+    def _end_move_if_done(self, order: MoveOrder) -> None:
+        if not order.pending:
+            del self.moves[order.source]
+            self.events.append(MoveEnded(order.source, order.destination))
 
     def restart(self, replica: str, incarnation: int, version: Version, samples: Iterable[SampleId]) -> list[Sample]:
         """Begin orphans anew, from the prompt, under a version not older than theirs. The group keeps its deadline."""
@@ -281,7 +378,8 @@ class Accounts:
             self._sample_step(s, "restart")
             s.attempt += 1
             s.owner_epoch += 1
-            s.owner, s.incarnation, s.version, s.length = replica, incarnation, version, 0
+            s.owner, s.incarnation, s.length = replica, incarnation, 0
+            s.version = s.last_version = version
             restarted.append(s)
         ids = tuple(s.id for s in restarted)
         self.events.append(Issued(replica, incarnation, version, "train", (), ids, restarted=True))
@@ -327,7 +425,7 @@ class Accounts:
                 return None
             size = empty = len(live)
             num_parts = self.part + 1
-            if not live:
+            if not live and self.part == 0:
                 return None
         buffered = order([g for g in live if g.state == "buffered"])
         choice = staleness.choose(
@@ -345,7 +443,7 @@ class Accounts:
         self.part += 1
         if self.part >= num_parts:
             self.update, self.part = self.update + 1, 0
-        self.events.append(CutMade(cut.update, cut.part, cut.groups))
+        self.events.append(CutMade(cut.update, cut.part, cut.groups, last=self.part == 0))
         return cut
 
     @property
@@ -353,7 +451,7 @@ class Accounts:
         """No further batch will be cut."""
         settings = self.settings
         done = settings.iterations is not None and self.update >= settings.iterations
-        return done or (self.exhausted and self.num_live == 0)
+        return done or (self.exhausted and self.num_live == 0 and self.part == 0)
 
     def train(self, update: int) -> list[Group] | None:
         """Cut `update` is in the weights. The groups that were in it; None for a repeat."""
@@ -385,6 +483,10 @@ class Accounts:
             last = merged[-1] if merged else None
             if isinstance(event, Finished) and isinstance(last, Finished):
                 merged[-1] = Finished(last.samples + event.samples)
+            elif (isinstance(event, Adopted) and isinstance(last, Adopted) and _same_owner(event, last)) or (
+                isinstance(event, Orphaned) and isinstance(last, Orphaned) and _same_fate(event, last)
+            ):
+                merged[-1] = replace(last, samples=last.samples + event.samples)
             elif isinstance(event, Dropped) and isinstance(last, Dropped) and event.reason == last.reason:
                 merged[-1] = Dropped(last.samples + event.samples, last.groups + event.groups, event.reason)
             else:
@@ -416,6 +518,7 @@ class Accounts:
     def _drop_sample(self, sample: Sample, reason: str) -> None:
         if sample.owner is not None and sample.state in ("issued", "running"):
             self.cancelled.append((sample.owner, sample.incarnation, sample.id, sample.owner_epoch))
+            self._not_pending(sample.owner, sample.id)
         self._sample_step(sample, "drop")
         sample.reason = reason
         group = self.groups[sample.id.group]
@@ -460,3 +563,11 @@ class Accounts:
         round_.open_groups -= 1
         if round_.open_groups == 0 and round_.issued >= self.settings.eval_groups:
             self.events.append(EvalDone(group.version))
+
+
+def _same_owner(a: Adopted, b: Adopted) -> bool:
+    return (a.replica, a.incarnation, a.version) == (b.replica, b.incarnation, b.version)
+
+
+def _same_fate(a: Orphaned, b: Orphaned) -> bool:
+    return (a.version, a.deadline) == (b.version, b.deadline)

@@ -11,12 +11,14 @@ from laminar.types import SampleId, Version
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Load this version from the relay of your machine; only an empty replica is told so."""
+    """Load this version from the relay of your machine, once you hold nothing."""
 
     replica: str
     incarnation: int
     version: Version
     reason: str
+    interrupt: bool = False
+    """Do not wait until you are empty: go on with what you hold under the new version (schedule `partial`)."""
 
 
 # ---------------------------------------------------------------- to the data store
@@ -42,6 +44,46 @@ class Restart:
     incarnation: int
     version: Version
     samples: tuple[SampleId, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """Let the replica go on with these orphans, from their stored tokens."""
+
+    replica: str
+    incarnation: int
+    version: Version
+    samples: tuple[SampleId, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Take everything unfinished from the source, which flushes first, and give it to the destination."""
+
+    source: str
+    source_incarnation: int
+    destination: str
+    destination_incarnation: int
+    version: Version
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CancelMove:
+    """What the source has not released yet stays with it."""
+
+    source: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Orphan:
+    """This incarnation of the replica is dead: nobody owns its work, and whatever it still says is refused."""
+
+    replica: str
+    incarnation: int
     reason: str
 
 
@@ -72,6 +114,16 @@ class Keep:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Who feeds the relay and whom it feeds, absolute; words of a lower chain epoch are refused."""
+
+    relay: str
+    upstream: str | None
+    downstream: str | None
+    epoch: int
+
+
 # ---------------------------------------------------------------- to anybody
 
 
@@ -88,6 +140,26 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
+class Replace:
+    """Make sure that this incarnation is gone, then start the next one."""
+
+    role: str
+    id: str
+    incarnation: int
+    """of the new process"""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """This process has nothing left to do and is not wanted any more."""
+
+    role: str
+    id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class EndRun:
     """`outcome`: `completed`, `failed` or `interrupted`; `message` is for the user."""
 
@@ -95,7 +167,23 @@ class EndRun:
     message: str
 
 
-Command = Pull | Issue | Restart | GiveUpEval | Complete | Keep | Stop | EndRun
+Command = (
+    Pull
+    | Issue
+    | Restart
+    | Adopt
+    | Move
+    | CancelMove
+    | Orphan
+    | GiveUpEval
+    | Complete
+    | Keep
+    | Links
+    | Replace
+    | Remove
+    | Stop
+    | EndRun
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +199,11 @@ def address(command: Command) -> tuple[str, str]:
     match command:
         case Pull():
             return "replica", command.replica
-        case Issue() | Restart() | GiveUpEval() | Complete():
+        case Issue() | Restart() | Adopt() | Move() | CancelMove() | Orphan() | GiveUpEval() | Complete():
             return "datastore", "datastore"
-        case Keep():
+        case Keep() | Links():
             return "relay", command.relay
         case Stop():
             return command.role, command.id
-        case EndRun():
+        case Replace() | Remove() | EndRun():
             return "driver", "driver"

@@ -79,6 +79,24 @@ class Issued:
 
 
 @dataclass(frozen=True, slots=True)
+class Adopted:
+    """These unfinished samples have a new owner, which goes on from their stored tokens."""
+
+    replica: str
+    incarnation: int
+    version: Version
+    samples: tuple[SampleId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MoveEnded:
+    """The source holds nothing of what it was to release."""
+
+    source: str
+    destination: str
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     samples: tuple[SampleId, ...]
 
@@ -93,6 +111,8 @@ class CutMade:
     update: int
     part: int
     groups: tuple[int, ...]
+    last: bool = True
+    """The batch is complete with this part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +129,11 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class Orphaned:
-    """Unfinished samples without an owner, last issued under `version`."""
+    """Unfinished samples without an owner, last under `version`; `deadline` of their groups (None = none)."""
 
     samples: tuple[SampleId, ...]
     version: Version
+    deadline: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +153,20 @@ class Fatal:
     message: str
 
 
-StoreEvent = Issued | Finished | Buffered | CutMade | CutTrained | Dropped | Orphaned | EvalDone | Exhausted | Fatal
+StoreEvent = (
+    Issued
+    | Adopted
+    | MoveEnded
+    | Finished
+    | Buffered
+    | CutMade
+    | CutTrained
+    | Dropped
+    | Orphaned
+    | EvalDone
+    | Exhausted
+    | Fatal
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +188,8 @@ class Recovered:
     update: int = 0
     trained: int = 0
     """Lowest batch not trained."""
-    orphans: tuple[tuple[SampleId, Version], ...] = ()
+    orphans: tuple[tuple[SampleId, Version, int | None], ...] = ()
+    """(sample, version, deadline of its group)"""
     exhausted: bool = False
     evals_done: tuple[Version, ...] = ()
     outbox: int = 0
@@ -185,5 +220,19 @@ class StopRequested:
     reason: str
 
 
-DriverEvent = ProcessStarted | ProcessEnded | StopRequested
+@dataclass(frozen=True, slots=True)
+class DrainRequested:
+    """Empty this replica, by moving its work if that is possible, and remove it."""
+
+    replica: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleRequested:
+    """The number of replicas that are wanted."""
+
+    replicas: int
+
+
+DriverEvent = ProcessStarted | ProcessEnded | StopRequested | DrainRequested | ScaleRequested
 Event = Beat | Tick | StoreEvents | Recovered | DriverEvent

@@ -20,6 +20,10 @@ SAMPLE: Table = {
     ("running", "finish"): "finished",
     ("finished", "score"): "scored",
     ("scored", "train"): "trained",
+    # another replica goes on from its tokens
+    ("running", "move"): "issued",
+    ("issued", "move"): "issued",
+    ("orphan", "adopt"): "issued",
     # its owner is gone
     ("issued", "orphan"): "orphan",
     ("running", "orphan"): "orphan",
@@ -45,7 +49,7 @@ GROUP: Table = {
     ("issued", "drop"): "dropped",
     ("finished", "drop"): "dropped",
     ("buffered", "drop"): "dropped",
-    ("cut", "drop"): "dropped",
+    ("cut", "drop"): "dropped",  # its cut was given up
 }
 """One prompt drawn once. It is `finished` when no member is left to generate, `buffered` when all have a score."""
 
@@ -53,13 +57,17 @@ REPLICA: Table = {
     ("starting", "loaded"): "idle",
     ("starting", "pull"): "pulling",
     ("pulling", "loaded"): "idle",
+    ("pulling", "resumed"): "generating",
     ("pulling", "failed"): "starting",
     ("idle", "loaded"): "idle",
     ("idle", "pull"): "pulling",
     ("idle", "grant"): "granted",
     ("granted", "nothing"): "idle",
     ("granted", "work"): "generating",
+    ("idle", "work"): "generating",
+    ("generating", "work"): "generating",
     ("generating", "grant"): "granted",
+    ("generating", "pull"): "pulling",
     ("generating", "empty"): "idle",
 }
 """What the manager lets a replica do next. `granted`: the data store has been asked to issue to it."""
@@ -75,6 +83,9 @@ PROCESS: Table = {
     ("alive", "stop"): "stopped",
     ("suspect", "stop"): "stopped",
     ("starting", "stop"): "stopped",
+    ("dead", "give up"): "given up",
+    ("dead", "replace"): "starting",
+    ("stopped", "replace"): "starting",
 }
 """Whether a process is there, as the manager sees it."""
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from laminar.control import ledger, liveness, schedule
+from laminar.control import failover, ledger, liveness, moves, schedule
 from laminar.control.commands import Command, Complete, EndRun, Keep, Stop
 from laminar.control.events import (
     Beat,
+    DrainRequested,
     Event,
     ProcessEnded,
     ProcessStarted,
     Recovered,
     RelayBeat,
     ReplicaBeat,
+    ScaleRequested,
     StopRequested,
     StoreEvents,
     Tick,
@@ -41,25 +43,33 @@ class Manager:
         self.ended: EndRun | None = None
         self.interrupted: str | None = None
         self.last_tick: float | None = None
-        self.notes: list[str] = []
-        """Lines for the user since they were last taken: who is suspect, what a relay refused."""
+        self.last_repack = 0.0
+        self.repack_due = False
 
     def handle(self, now: float, event: Event) -> list[Command]:
         """Take in one event at run time `now` (seconds, never decreasing) and say what follows from it."""
-        self._apply(now, event)
+        self.state.now = now
+        commands = list(self._apply(now, event))
         if self.ended is not None:
             return []
         if isinstance(event, Tick):
-            self._judge(now)
-        commands = list(self._end_if_over())
-        if not commands:
-            commands += self.schedule.plan(self.state)
-            commands += self._keep()
+            commands += self._judge(now)
+        if end := list(self._end_if_over()):
+            return commands + end
+        commands += failover.adopt_orphans(self.state)
+        commands += self.schedule.plan(self.state)
+        commands += self._move(now)
+        commands += self._keep()
         return commands
+
+    def take_notes(self) -> list[str]:
+        """Lines for the user since the last call: who is suspect, who died and who took over, what was refused."""
+        notes, self.state.notes = self.state.notes, []
+        return notes
 
     # ------------------------------------------------------------ taking in
 
-    def _apply(self, now: float, event: Event) -> None:
+    def _apply(self, now: float, event: Event) -> Iterator[Command]:
         state = self.state
         match event:
             case ReplicaBeat() | RelayBeat() | TrainerBeat():
@@ -83,7 +93,13 @@ class Manager:
                 key = event.role, event.id
                 state.processes[key] = Process(event.role, event.id, event.incarnation, heard=now, moved=now)
             case ProcessEnded():
-                self._process_ended(event)
+                yield from self._process_ended(event)
+            case DrainRequested():
+                if replica := state.replicas.get(event.replica):
+                    replica.draining = True
+                    state.notes.append(f"replica {replica.id} is being drained")
+            case ScaleRequested():
+                yield from moves.scale(state, event.replicas)
             case StopRequested():
                 self.interrupted = self.interrupted or event.reason
 
@@ -93,33 +109,35 @@ class Manager:
                 self.state.replica_beat(now, beat)
             case RelayBeat():
                 self.state.relay_beat(now, beat)
-                self.notes += beat.problems
+                self.state.notes += beat.problems
             case TrainerBeat():
+                self.repack_due = self.repack_due or beat.version != self.state.trainer.version
                 self.state.trainer_beat(now, beat)
                 if beat.version is not None:
                     schedule.note_published(self.state, beat.version, final=beat.state == "done")
 
-    def _process_ended(self, event: ProcessEnded) -> None:
+    def _process_ended(self, event: ProcessEnded) -> Iterator[Command]:
         process = self.state.processes.get((event.role, event.id))
-        if process is None or process.incarnation != event.incarnation or process.state in ("dead", "stopped"):
+        ended = ("dead", "stopped", "given up")
+        if process is None or process.incarnation != event.incarnation or process.state in ended:
             return
-        word = "stop" if event.cause is None else "death"
-        process.state = ledger.step(ledger.PROCESS, process.state, word, f"{event.role} {event.id}")
         if event.cause is not None:
-            self.state.fatal = self.state.fatal or f"{event.role} {event.id} died: {event.cause}"
-        elif event.role != "trainer":
+            yield from failover.died(self.state, process, event.cause)
+            return
+        process.state = ledger.step(ledger.PROCESS, process.state, "stop", f"{event.role} {event.id}")
+        if event.role != "trainer":
             self.state.fatal = self.state.fatal or f"{event.role} {event.id} ended before the run did"
 
     # ------------------------------------------------------------ the end
 
-    def _judge(self, now: float) -> None:
+    def _judge(self, now: float) -> Iterator[Command]:
         """Who is silent, and whether the run goes on at all. Only in a tick: it knows how long the manager was away."""
         state = self.state
         for verdict in liveness.judge(now, state.processes.values(), self.settings):
             line = f"{verdict.process.role} {verdict.process.id} is {verdict.state}: {verdict.reason}"
-            self.notes.append(line)
+            state.notes.append(line)
             if verdict.state == "dead":
-                state.fatal = state.fatal or line
+                yield from failover.died(state, verdict.process, verdict.reason)
         stalled_s = now - state.progress_at
         if state.trainer.state != "starting" and stalled_s > self.settings.stall_timeout_s:
             waits = "\n".join(f"  {line}" for line in waiting_for(state))
@@ -141,13 +159,27 @@ class Manager:
         for role in STOP_ROLES:
             yield Stop(role, "*", message)
 
+    # ------------------------------------------------------------ moves
+
+    def _move(self, now: float) -> Iterator[Command]:
+        """Drain and repack: at every look (`repack_interval_s`) and when a version is published."""
+        state, settings = self.state, self.settings
+        yield from moves.drain(state)
+        yield from moves.cancel_late(state)
+        if not settings.repack or settings.schedule != "laminar":
+            return
+        if self.repack_due or now - self.last_repack >= settings.repack_interval_s:
+            self.last_repack, self.repack_due = now, False
+            yield from moves.repack(state)
+
     # ------------------------------------------------------------ relays
 
     def _keep(self) -> Iterator[Command]:
         """Old versions worth a slot: those that trajectories or evaluations still live under."""
         state = self.state
         versions = {r.version for r in state.replicas.values() if r.unfinished and r.version is not None}
-        versions.update(state.orphans.values(), schedule.due_evaluations(state))
+        versions.update(o.version for o in state.orphans.values())
+        versions.update(schedule.due_evaluations(state))
         keep = tuple(sorted(versions))
         for _, relay in sorted(state.relays.items()):
             if relay.keep != keep:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-from laminar.control.commands import Command, GiveUpEval, Issue, Pull, Restart
+from laminar.control.commands import Command, GiveUpEval, Issue, Pull
+from laminar.control.failover import restart_orphans
 from laminar.control.state import Evaluation, Replica, State
-from laminar.types import SampleId, Settings, Version
+from laminar.types import Settings, Version
 
 
 class Schedule(Protocol):
@@ -20,47 +21,81 @@ class Schedule(Protocol):
 
 
 def make(settings: Settings) -> Schedule:
-    schedules: dict[str, type[Laminar] | type[Waves]] = {"laminar": Laminar, "sync": Waves}
+    schedules: dict[str, type[Laminar] | type[Waves] | type[Partial]] = {
+        "laminar": Laminar,
+        "partial": Partial,
+        "sync": Waves,
+        "one_step": Waves,
+        "stream": Waves,
+    }
     return schedules[settings.schedule]()
 
 
 class Laminar:
-    """Every replica for itself: a batch of whole groups, then the newest weights, then the next batch."""
+    """Every replica for itself: a batch of whole groups, then the newest weights, then the next batch.
+
+    With admission `fresh` a replica that holds the newest version takes new groups as others end.
+    """
 
     def plan(self, state: State) -> Iterator[Command]:
-        for replica in _waiting(state):
+        for replica in state.waiting():
             if command := _first_weights(state, replica) or _evaluate(state, replica) or _newer_weights(state, replica):
                 yield command
             elif replica.version is not None:
-                if command := _restart(state, replica, state.settings.groups_in_flight):
+                if command := restart_orphans(state, replica, state.settings.groups_in_flight):
                     yield command
                 elif count := min(state.room(replica.version), state.settings.groups_in_flight):
                     yield _grant(replica, count, "idle, and the staleness rule has room")
+        if state.settings.admission == "fresh":
+            yield from _top_up(state)
+
+
+class Partial:
+    """Replicas are kept full, and interrupted by every new version: they go on with what they hold under it."""
+
+    def plan(self, state: State) -> Iterator[Command]:
+        for replica in state.waiting():
+            if (
+                command := _first_weights(state, replica) or _evaluate(state, replica) or _newer_weights(state, replica)
+            ) or (command := restart_orphans(state, replica, state.settings.groups_in_flight)):
+                yield command
+            elif replica.version is not None and (
+                count := min(state.room(replica.version), state.settings.groups_in_flight)
+            ):
+                yield _grant(replica, count, "idle, and the staleness rule has room")
+        for replica in state.alive():
+            newest = state.newest(replica)
+            behind = newest is not None and replica.version is not None and newest > replica.version
+            if replica.activity == "generating" and behind and not replica.bound and not _evaluates(state, replica):
+                assert newest is not None
+                yield _pull(replica, newest, "a newer version is here", interrupt=True)
+        yield from _top_up(state)
 
 
 class Waves:
     """All replicas generate one batch; the next wave opens when it is done and everybody holds the weights it needs.
 
+    `sync` needs the newest weights (k = 0), `one_step` and `stream` those of the batch before (k = 1).
     Which wave is open follows from the number of groups that stand (live or cut): a multiple of B means that all
     waves so far are fully issued; anything else is a wave with places left, which refills join.
     """
 
     def plan(self, state: State) -> Iterator[Command]:
         settings, batch = state.settings, state.settings.groups_per_batch
-        for replica in _waiting(state):
+        for replica in state.waiting():
             if command := _first_weights(state, replica):
                 yield command
         standing = len(state.live) + state.granted + state.cut_groups
-        alive = state.alive()
+        alive = [r for r in state.alive() if not r.draining]
         issued = standing % batch == 0 or state.exhausted  # the last wave has no places left, whatever its size
         between = issued and not state.num_unfinished and not state.granted
         if between:
-            for replica in _waiting(state):
+            for replica in state.waiting():
                 if command := _evaluate(state, replica) or _newer_weights(state, replica):
                     yield command
-        idle = _idle(state)
+        idle = [r for r in alive if r.activity == "idle" and not r.bound]
         for replica in idle:
-            if command := _restart(state, replica, -(-batch // max(1, len(alive)))):
+            if command := restart_orphans(state, replica, -(-batch // max(1, len(alive)))):
                 yield command
         if not alive or state.orphans:
             return
@@ -68,12 +103,13 @@ class Waves:
             wave = standing // batch
             oldest = wave - (settings.max_staleness or 0)
             ready = all(r.version is not None and r.version.number >= oldest for r in alive)
-            if not between or len(_idle(state)) < state.num_replicas or not ready:
+            still = [r for r in alive if r.activity == "idle" and not r.bound]
+            if not between or len(still) < state.num_replicas or not ready:
                 return
             yield from self._share(state, alive, batch, f"wave {wave} opens")
         else:
             order = sorted(alive, key=lambda r: (len(r.unfinished), r.id))
-            able = [r for r in order if r.activity in ("idle", "generating")]
+            able = [r for r in order if r.activity in ("idle", "generating") and not r.bound]
             yield from self._share(state, able[:1], batch - standing % batch, "refill of the open wave")
 
     @staticmethod
@@ -100,23 +136,27 @@ def note_published(state: State, version: Version, final: bool) -> None:
         state.evaluations[version] = Evaluation()
 
 
-def _waiting(state: State) -> list[Replica]:
-    """Replicas with nothing to do, those without weights included."""
-    return [
-        r
-        for i, r in sorted(state.replicas.items())
-        if r.activity in ("idle", "starting") and state.processes["replica", i].state == "alive"
-    ]
+def _top_up(state: State) -> Iterator[Command]:
+    """New groups for replicas that hold the newest version and have ended some of their old ones."""
+    size, target = state.settings.group_size, state.settings.groups_in_flight
+    for replica in state.alive():
+        free = target - -(-len(replica.unfinished) // size)
+        ready = replica.activity == "generating" and not replica.bound and not replica.draining
+        if ready and free > 0 and replica.load.num_waiting == 0 and replica.version == state.newest(replica):
+            assert replica.version is not None
+            if not due_evaluations(state) and (count := min(free, state.room(replica.version))):
+                yield _grant(replica, count, "it holds the newest version and has room")
 
 
-def _idle(state: State) -> list[Replica]:
-    return [r for r in state.alive() if r.activity == "idle"]
+def _evaluates(state: State, replica: Replica) -> bool:
+    """Whether the replica may hold evaluation samples, which have one version."""
+    return any(v == replica.version for v in due_evaluations(state))
 
 
-def _pull(replica: Replica, version: Version, reason: str) -> Command:
+def _pull(replica: Replica, version: Version, reason: str, interrupt: bool = False) -> Command:
     replica.move("pull")
     replica.pulling = version
-    return Pull(replica.id, replica.incarnation, version, reason)
+    return Pull(replica.id, replica.incarnation, version, reason, interrupt)
 
 
 def _first_weights(state: State, replica: Replica) -> Command | None:
@@ -158,27 +198,6 @@ def _evaluate(state: State, replica: Replica) -> Command | None:
 def _passed(state: State, version: Version) -> bool:
     """Every relay has gone on to newer versions, so that `version` will not come any more."""
     return bool(state.relays) and all(r.whole and max(r.whole) > version for r in state.relays.values())
-
-
-def _restart(state: State, replica: Replica, max_groups: int) -> Command | None:
-    """Orphans begin anew under a version not older than theirs, whole groups together."""
-    if replica.version is None:
-        return None
-    chosen: list[SampleId] = []
-    groups: dict[int, None] = {}
-    for sample, version in sorted(state.orphans.items()):
-        if version.number > replica.version.number:
-            continue
-        if sample.group not in groups and len(groups) == max_groups:
-            break
-        groups[sample.group] = None
-        chosen.append(sample)
-    if not chosen:
-        return None
-    for sample in chosen:
-        del state.orphans[sample]
-    replica.move("grant")
-    return Restart(replica.id, replica.incarnation, replica.version, tuple(chosen), "their owner is gone")
 
 
 def _grant(replica: Replica, count: int, reason: str) -> Command:

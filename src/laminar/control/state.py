@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from laminar.control import ledger, staleness
 from laminar.control.events import (
+    Adopted,
     Buffered,
     CutMade,
     CutTrained,
@@ -18,6 +19,7 @@ from laminar.control.events import (
     Fatal,
     Finished,
     Issued,
+    MoveEnded,
     Orphaned,
     Recovered,
     RelayBeat,
@@ -57,9 +59,30 @@ class Replica:
     """Groups the data store has been asked to issue to it and has not answered for."""
     pulling: Version | None = None
     failed_pulls: int = 0
+    moving_to: str | None = None
+    """It has been told to let go of its work: no grant and no pull until the move has ended."""
+    receives: dict[str, None] = field(default_factory=dict)
+    """Sources whose work it is to adopt: it keeps its version until those moves have ended."""
+    move_began: float = 0.0
+    draining: bool = False
+    """It is to be removed: nothing new is given to it."""
+
+    @property
+    def bound(self) -> bool:
+        """Part of a move that has not ended."""
+        return self.moving_to is not None or bool(self.receives)
 
     def move(self, event: str) -> None:
         self.activity = ledger.step(ledger.REPLICA, self.activity, event, self.id)
+
+
+@dataclass(frozen=True, slots=True)
+class Orphan:
+    """An unfinished sample that nobody owns."""
+
+    version: Version
+    deadline: int | None
+    since: float
 
 
 @dataclass(slots=True)
@@ -93,13 +116,22 @@ class State:
         self.live: dict[int, str] = {}
         """Training groups issued, not dropped, not cut: group -> `issued` or `buffered`."""
         self.owners: dict[SampleId, str] = {}
-        self.orphans: dict[SampleId, Version] = {}
+        self.orphans: dict[SampleId, Orphan] = {}
+        self.deaths: dict[tuple[str, str], int] = {}
+        """Deaths of each process so far."""
+        self.wanted_replicas: int | None = None
+        """Set by scaling; None = as started."""
         self.cut_groups = 0
         self.update = 0
         self.trained = 0
         self.exhausted = False
         self.evaluations: dict[Version, Evaluation] = {}
         self.fatal: str | None = None
+        self.now = 0.0
+        """Time of the event that is being handled."""
+        self.notes: list[str] = []
+        """Lines for the user that have not been taken."""
+        self.num_moves = 0
         self.progress_at = 0.0
         """When something last finished."""
         self.outbox = 0
@@ -141,6 +173,17 @@ class State:
     def num_unfinished(self) -> int:
         return sum(len(r.unfinished) for r in self.replicas.values()) + len(self.orphans)
 
+    def waiting(self) -> list[Replica]:
+        """Replicas with nothing to do that may be given something, those without weights included; by id."""
+        return [
+            r
+            for i, r in sorted(self.replicas.items())
+            if r.activity in ("idle", "starting")
+            and not r.bound
+            and not r.draining
+            and self.processes["replica", i].state == "alive"
+        ]
+
     # ------------------------------------------------------------ beats
 
     def heard(self, now: float, role: str, id_: str, incarnation: int) -> Process | None:
@@ -167,7 +210,7 @@ class State:
         if beat.version is not None and beat.version != replica.version:
             replica.version = beat.version
             if replica.activity in ("starting", "pulling", "idle"):
-                replica.move("loaded")
+                replica.move("resumed" if replica.activity == "pulling" and replica.unfinished else "loaded")
             replica.pulling = None
             self.progress_at = now
         if beat.failed_pulls > replica.failed_pulls:
@@ -199,6 +242,13 @@ class State:
         match event:
             case Issued():
                 self._issued(event)
+            case Adopted():
+                self._left(event.samples)
+                self._arrived(event.replica, event.incarnation, event.samples)
+                if event.replica in self.replicas:
+                    self.replicas[event.replica].receives.pop("orphans", None)
+            case MoveEnded():
+                self._move_ended(event.source, event.destination)
             case Finished():
                 self._left(event.samples)
             case Buffered():
@@ -207,7 +257,7 @@ class State:
                 for group in event.groups:
                     self.live.pop(group, None)
                 self.cut_groups += len(event.groups)
-                self.update = event.update + 1
+                self.update = event.update + int(event.last)
             case CutTrained():
                 self.trained = max(self.trained, event.update + 1)
             case Dropped():
@@ -216,7 +266,7 @@ class State:
                 self._left(event.samples)
             case Orphaned():
                 self._left(event.samples)
-                self.orphans.update(dict.fromkeys(event.samples, event.version))
+                self.orphans.update(dict.fromkeys(event.samples, Orphan(event.version, event.deadline, now)))
             case EvalDone():
                 self.evaluations.setdefault(event.version, Evaluation()).done = True
             case Exhausted():
@@ -235,14 +285,30 @@ class State:
             self.live.update(dict.fromkeys(event.groups, "issued"))
         for sample in event.samples:
             self.orphans.pop(sample, None)
+        self._arrived(event.replica, event.incarnation, event.samples)
         replica = self.replicas.get(event.replica)
-        if replica is None or replica.incarnation != event.incarnation:
+        if replica is not None and replica.incarnation == event.incarnation:
+            replica.granted = 0
+            if replica.activity == "granted":
+                replica.move("work" if replica.unfinished else "nothing")
+
+    def _arrived(self, replica_id: str, incarnation: int, samples: tuple[SampleId, ...]) -> None:
+        """These samples are with this replica now. If it is dead, the data store says next that they are not."""
+        for sample in samples:
+            self.orphans.pop(sample, None)
+        replica = self.replicas.get(replica_id)
+        if replica is None or replica.incarnation != incarnation:
             return
-        replica.granted = 0
-        replica.unfinished.update(dict.fromkeys(event.samples))
-        self.owners.update(dict.fromkeys(event.samples, event.replica))
-        if replica.activity == "granted":
-            replica.move("work" if replica.unfinished else "nothing")
+        replica.unfinished.update(dict.fromkeys(samples))
+        self.owners.update(dict.fromkeys(samples, replica_id))
+        if replica.unfinished and replica.activity in ("idle", "generating"):
+            replica.move("work")
+
+    def _move_ended(self, source: str, destination: str) -> None:
+        if source in self.replicas:
+            self.replicas[source].moving_to = None
+        if destination in self.replicas:
+            self.replicas[destination].receives.pop(source, None)
 
     def _left(self, samples: tuple[SampleId, ...]) -> None:
         """These samples are with no replica any more."""
@@ -259,7 +325,7 @@ class State:
     def recover(self, now: float, event: Recovered) -> None:
         self.live = {group: "buffered" if state == "buffered" else "issued" for group, state in event.live}
         self.cut_groups, self.update, self.trained = event.cut_groups, event.update, event.trained
-        self.orphans = dict(event.orphans)
+        self.orphans = {sample: Orphan(version, deadline, now) for sample, version, deadline in event.orphans}
         self.exhausted, self.outbox = event.exhausted, event.outbox
         for version in event.evals_done:
             self.evaluations[version] = Evaluation(done=True)

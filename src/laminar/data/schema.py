@@ -151,10 +151,10 @@ def load_accounts(db: sqlite3.Connection, settings: Settings) -> Accounts:
         f"WHERE g.state NOT IN ({marks}) ORDER BY group_id, idx",
         terminal,
     ):
-        group_id, idx, state, attempt, owner, incarnation, epoch, lineage, number, *rest = row
-        sample = Sample(
-            SampleId(group_id, idx), state, attempt, owner, incarnation, epoch, Version(lineage, number), *rest
-        )
+        group_id, idx, state, attempt, owner, incarnation, epoch, lineage, number, length, *outcome = row
+        version = Version(lineage, number)
+        sample = Sample(SampleId(group_id, idx), state, attempt, owner, incarnation, epoch, version, version, length)
+        sample.finish_reason, sample.reward, sample.reason, sample.staleness_generation = outcome
         accounts.groups[group_id].samples.append(sample)
     for batch, part, num_parts, groups in db.execute(
         "SELECT batch, part, num_parts, groups FROM cuts WHERE NOT trained ORDER BY batch, part"

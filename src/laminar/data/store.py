@@ -20,7 +20,17 @@ from typing import Protocol
 
 from laminar.control import codec
 from laminar.control.accounts import Accounts, Cut, Group, Order, Sample
-from laminar.control.commands import Command, Complete, GiveUpEval, Issue, Restart
+from laminar.control.commands import (
+    Adopt,
+    CancelMove,
+    Command,
+    Complete,
+    GiveUpEval,
+    Issue,
+    Move,
+    Orphan,
+    Restart,
+)
 from laminar.control.events import CutTrained, EvalDone, Fatal, Recovered, StoreEvent, StoreEvents
 from laminar.control.ledger import TERMINAL
 from laminar.data import schema
@@ -114,7 +124,11 @@ class DataStore:
             cut_groups=accounts.cut_groups,
             update=accounts.update,
             trained=accounts.trained_version,
-            orphans=tuple((s.id, s.version) for s in accounts.unfinished() if s.state == "orphan"),
+            orphans=tuple(
+                (s.id, s.version, accounts.groups[s.id.group].deadline)
+                for s in accounts.unfinished()
+                if s.state == "orphan"
+            ),
             exhausted=accounts.exhausted,
             evals_done=tuple(Version(*row) for row in self.db.execute("SELECT lineage, version FROM evals")),
             outbox=self._last_event(),
@@ -125,12 +139,14 @@ class DataStore:
     def exchange(self, report: ReplicaReport) -> ReplicaReply:
         """Take in what a replica has made; answer with its work and with what it should forget. Repeats are no-ops."""
         key = report.replica, report.incarnation
-        if report.chunks or report.finished or report.failed or report.accepted:
+        if report.chunks or report.finished or report.failed or report.accepted or report.released:
             with self._transaction():
                 for sample, epoch in report.accepted:
                     self.accounts.accept(sample, epoch)
                 for chunk in report.chunks:
-                    new = self.accounts.append(chunk.sample, chunk.owner_epoch, chunk.start, len(chunk.mask))
+                    new = self.accounts.append(
+                        chunk.sample, chunk.owner_epoch, chunk.start, len(chunk.mask), chunk.version
+                    )
                     if new is None:
                         self._refuse(key, chunk.sample, chunk.owner_epoch)
                     elif new:
@@ -142,8 +158,12 @@ class DataStore:
                     self.accounts.finish(end.sample, end.owner_epoch, end.length, end.reason)
                 for failure in report.failed:
                     self.accounts.drop(failure.sample, failure.reason, failure.owner_epoch)
+                for sample, epoch in report.released:
+                    if (moved := self.accounts.release(sample, epoch)) is not None and moved.owner is not None:
+                        self._post(moved.owner, [moved])
         self._busy_s[key] = report.busy_s
-        return ReplicaReply(report.sequence, self._work(*key), tuple(self._cancel.pop(key, ())))
+        release = tuple(self.accounts.to_release(*key))
+        return ReplicaReply(report.sequence, self._work(*key), release, tuple(self._cancel.pop(key, ())))
 
     def _refuse(self, key: tuple[str, int], sample: SampleId, epoch: int) -> None:
         self.refused += 1
@@ -160,9 +180,17 @@ class DataStore:
             waiting.append(sample_id)
             group = self.accounts.groups[sample_id.group]
             (prompt,) = self.db.execute("SELECT prompt FROM groups WHERE id = ?", (group.id,)).fetchone()
-            work.append(Work(s.id, s.attempt, s.owner_epoch, s.version, group.kind, prompt))
+            prefix = self._stored_tokens(s) if s.length else (b"", b"")
+            work.append(Work(s.id, s.attempt, s.owner_epoch, s.version, group.kind, prompt, *prefix))
         self._mailbox[replica] = waiting
         return tuple(work)
+
+    def _stored_tokens(self, sample: Sample) -> tuple[bytes, bytes]:
+        """Tokens and log-probs of an unfinished response, as far as earlier owners streamed them."""
+        rows = self.db.execute(
+            "SELECT tokens, logprobs FROM chunks WHERE group_id = ? AND idx = ? ORDER BY start", sample.id
+        ).fetchall()
+        return b"".join(tokens for tokens, _ in rows), b"".join(logprobs for _, logprobs in rows)
 
     # ------------------------------------------------------------ manager
 
@@ -177,6 +205,14 @@ class DataStore:
                         self._issue(command)
                     case Restart():
                         self._restart(command)
+                    case Adopt():
+                        self._adopt(command)
+                    case Move(source, source_incarnation, destination, incarnation, version):
+                        self.accounts.move(source, source_incarnation, destination, incarnation, version)
+                    case CancelMove(source):
+                        self.accounts.cancel_move(source)
+                    case Orphan(replica, incarnation):
+                        self.accounts.orphan_all(replica, incarnation)
                     case GiveUpEval(version=version):
                         self._give_up_eval(version)
                     case Complete():
@@ -235,6 +271,12 @@ class DataStore:
         self.db.executemany("DELETE FROM chunks WHERE group_id = ? AND idx = ?", [s.id for s in restarted])
         self._post(command.replica, restarted)
 
+    def _adopt(self, command: Adopt) -> None:
+        self._post(
+            command.replica,
+            self.accounts.adopt(command.replica, command.incarnation, command.version, command.samples),
+        )
+
     def _post(self, replica: str, samples: Sequence[Sample]) -> None:
         self._mailbox.setdefault(replica, []).extend(s.id for s in samples)
 
@@ -292,15 +334,17 @@ class DataStore:
 
     # ------------------------------------------------------------ trainer
 
-    def next_batch(self, update: int) -> Batch | None:
-        """Cut `update`, made now if the rules allow it, the same ever after. None: not yet (or, if `over`, never).
+    def next_batch(self, update: int, part: int = 0) -> Batch | None:
+        """This part of cut `update`, made now if the rules allow it, the same ever after.
+
+        None: not yet (or, if `over`, never).
 
         Raises ProtocolError for a batch beyond the cuts, or one that a reported checkpoint holds.
         """
         if update > self.accounts.update:
             raise ProtocolError(f"batch {update} was asked for, but {self.accounts.update} is the next to be cut")
-        cut = self._standing_cut(update)
-        if cut is None and update == self.accounts.update:
+        cut = self._standing_cut(update, part)
+        if cut is None and (update, part) == (self.accounts.update, self.accounts.part):
             with self._transaction(durable=True):
                 cut = self.accounts.cut_next(self.order)
                 if cut is not None:
@@ -314,9 +358,11 @@ class DataStore:
         """Batch `update` will never be cut."""
         return update >= self.accounts.update and self.accounts.over
 
-    def _standing_cut(self, update: int) -> Cut | None:
-        row = self.db.execute("SELECT part, num_parts, groups FROM cuts WHERE batch = ?", (update,)).fetchone()
-        return None if row is None else Cut(update, row[0], row[1], tuple(json.loads(row[2])))
+    def _standing_cut(self, update: int, part: int) -> Cut | None:
+        row = self.db.execute(
+            "SELECT num_parts, groups FROM cuts WHERE batch = ? AND part = ?", (update, part)
+        ).fetchone()
+        return None if row is None else Cut(update, part, row[0], tuple(json.loads(row[1])))
 
     def trained(self, trained: Trained) -> None:
         """Cut `trained.update` is in the weights: move its groups, write the metrics row. A repeat only frees rows."""

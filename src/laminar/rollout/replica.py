@@ -3,13 +3,14 @@
 Owns: the engine, the trajectories it holds, what it has made and the data store has not acknowledged.
 Threads: `run` generates; one exchanges with the data store (one report at a time, resent work is ignored); one beats.
 Waits for: work or a command while empty; never for the store or the manager while it has tokens to make.
-Invariants: weights change only while it holds nothing, so every trajectory has one version; what a beat says it holds
-has passed the fingerprint and the golden prompt.
+Invariants: weights change only while it holds nothing, so every trajectory has one version (under `partial` each token
+has one); what a beat says it holds has passed the fingerprint and the golden prompt.
 A failure of any of the three threads ends `run` with that failure.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from laminar.config import Config
 from laminar.control.commands import Numbered, Pull, Stop
 from laminar.control.events import ReplicaBeat
 from laminar.errors import EngineError, ProtocolError, VersionGone, WeightsError
-from laminar.rollout.engine import Engine, Progress, Request
+from laminar.rollout.engine import Engine, FloatArray, Progress, Request, TokenArray
 from laminar.types import (
     Chunk,
     Failure,
@@ -56,19 +57,39 @@ class Versions(Protocol):
     def find(self, version: Version) -> SlotRef | None: ...
 
 
+Piece = tuple[Version, TokenArray, FloatArray]
+"""Tokens and log-probs generated under one version."""
+
+
 @dataclass(slots=True)
 class Held:
     """A trajectory in this replica's hands."""
 
     work: Work
-    length: int
-    """Response tokens made, of this and of earlier owners."""
+    response: list[TokenArray]
+    """int32 pieces: all response tokens made, of this and of earlier owners."""
     reported: int
     """Response tokens that the data store has acknowledged or that are on their way."""
-    tokens: list[np.ndarray] = field(default_factory=list)
-    logprobs: list[np.ndarray] = field(default_factory=list)
+    new: list[Piece] = field(default_factory=list)
+    """(version, tokens, log-probs) that are in no report yet."""
     finish_reason: str | None = None
     failure: str | None = None
+    released: bool = False
+    """Another replica is to go on with it."""
+
+    @property
+    def length(self) -> int:
+        return sum(len(piece) for piece in self.response)
+
+    def take_new(self) -> list[Piece]:
+        """What is in no report yet, one piece for each version."""
+        pieces, self.new = self.new, []
+        runs = [(v, list(run)) for v, run in itertools.groupby(pieces, key=lambda piece: piece[0])]
+        return [(v, np.concatenate([t for _, t, _ in run]), np.concatenate([p for _, _, p in run])) for v, run in runs]
+
+    @property
+    def generates(self) -> bool:
+        return self.finish_reason is None and self.failure is None and not self.released
 
 
 class Replica:
@@ -94,11 +115,13 @@ class Replica:
         evaluate = Sampling(config.eval.temperature, 1.0, 0, rollout.max_new_tokens, tuple(rollout.stop))
         self.sampling = {"train": train, "eval": evaluate}
 
+        self._partial = config.schedule == "partial"
         self._news = threading.Condition()
         """Guards everything below; notified when any of it changes."""
         self._held: dict[SampleId, Held] = {}
         self._inbox: list[Work] = []
         self._cancelled: list[tuple[SampleId, int]] = []
+        self._release: list[tuple[SampleId, int]] = []
         self._accepted: list[tuple[SampleId, int]] = []
         self._sent: list[SampleId] = []
         """Ended samples in the report that is on its way."""
@@ -148,13 +171,17 @@ class Replica:
                 self._news.wait_for(self._something_to_do)
                 cancelled, self._cancelled = self._cancelled, []
                 work, self._inbox = self._inbox, []
+                release, self._release = self._release, []
                 pull = None
-                if self._pull is not None and not self._held and not work:
+                if self._pull is not None and (self._pull.interrupt or not (self._held or work)):
                     pull, self._pull = self._pull, None
             self._forget(cancelled)
+            self._let_go(release)
             self._begin([w for w in work if (w.sample, w.owner_epoch) not in cancelled])
             if pull is not None:
+                held = self._interrupt() if pull.interrupt else []
                 self._load(pull.version)
+                self._resume(held)
             with self._news:
                 generating = self._any_generating()
             if generating:
@@ -167,38 +194,75 @@ class Replica:
                     self._record(progress)
 
     def _something_to_do(self) -> bool:
-        load = self._pull is not None and not self._held
-        return bool(self._stopping or self._any_generating() or load or self._inbox or self._cancelled)
+        load = self._pull is not None and (self._pull.interrupt or not self._held)
+        told = self._inbox or self._cancelled or self._release
+        return bool(self._stopping or self._any_generating() or load or told)
 
     def _begin(self, work: Sequence[Work]) -> None:
         """Hand new work to the engine. What the engine refuses for good is reported as failed."""
         for item in work:
-            if item.version != self._version:
+            if item.version != self._version and not self._partial:
                 raise ProtocolError(
                     f"{self.name} holds version {self._version}, was sent {item.sample} of {item.version}"
                 )
             if item.sample in self._held:
                 self.engine.release([item.sample])
             response = np.frombuffer(item.response, np.int32)
-            held = Held(item, len(response), len(response))
-            try:
-                self.engine.add(
-                    Request(
-                        item.sample,
-                        item.attempt,
-                        np.frombuffer(item.prompt, np.int32),
-                        response,
-                        self.sampling[item.kind],
-                    )
-                )
-            except EngineError as error:
-                held.failure = str(error)
+            held = Held(item, [response], len(response))
+            self._add(held)
             with self._news:
                 self._held[item.sample] = held
                 self._state = "generating"
                 if held.failure is not None:
                     self._unreported_end = True
                     self._news.notify_all()
+
+    def _add(self, held: Held) -> None:
+        item = held.work
+        request = Request(
+            item.sample,
+            item.attempt,
+            np.frombuffer(item.prompt, np.int32),
+            np.concatenate(held.response),
+            self.sampling[item.kind],
+        )
+        try:
+            self.engine.add(request)
+        except EngineError as error:
+            held.failure = str(error)
+
+    def _let_go(self, release: Sequence[tuple[SampleId, int]]) -> None:
+        """Flush samples and leave them to another replica. What has ended meanwhile stays ended."""
+        if not release:
+            return
+        progress = self.engine.poll(0.0)
+        with self._news:
+            self._record(progress)
+            gone = []
+            for sample, epoch in release:
+                held = self._held.get(sample)
+                if held is not None and held.work.owner_epoch == epoch and held.generates:
+                    held.released = self._unreported_end = True
+                    gone.append(sample)
+            self._news.notify_all()
+        self.engine.release(gone)
+
+    def _interrupt(self) -> list[Held]:
+        """Take everything out of the engine, in mid-response, so that the weights can change under it."""
+        progress = self.engine.poll(0.0) if self._held else []
+        with self._news:
+            self._record(progress)
+            held = [h for h in self._held.values() if h.generates]
+        self.engine.release([h.work.sample for h in held])
+        return held
+
+    def _resume(self, interrupted: Sequence[Held]) -> None:
+        """Go on with what was taken out: prompt and response are prefilled again."""
+        for held in interrupted:
+            self._add(held)
+        if interrupted:
+            with self._news:
+                self._state = "generating"
 
     def _forget(self, cancelled: Sequence[tuple[SampleId, int]]) -> None:
         with self._news:
@@ -215,9 +279,9 @@ class Replica:
             if held is None:
                 continue
             if len(p.tokens):
-                held.tokens.append(p.tokens)
-                held.logprobs.append(p.logprobs)
-                held.length += len(p.tokens)
+                assert self._version is not None
+                held.response.append(p.tokens)
+                held.new.append((self._version, p.tokens, p.logprobs))
             if p.finish_reason is not None:
                 held.finish_reason = p.finish_reason
                 self._unreported_end = True
@@ -272,28 +336,26 @@ class Replica:
             reply = self.store.exchange(report)
 
     def _any_generating(self) -> bool:
-        return any(h.finish_reason is None and h.failure is None for h in self._held.values())
+        return any(h.generates for h in self._held.values())
 
     def _report(self, sequence: int, wait_s: float) -> ReplicaReport:
         """All that is new, in the order of samples held."""
-        chunks, finished, failed = [], [], []
+        chunks, finished, failed, released = [], [], [], []
         for sample, held in self._held.items():
             epoch = held.work.owner_epoch
-            if held.tokens:
-                tokens = np.concatenate(held.tokens).astype(np.int32, copy=False)
-                logprobs = np.concatenate(held.logprobs).astype(np.float32, copy=False)
-                mask = np.ones(len(tokens), np.uint8)
-                data = tokens.tobytes(), logprobs.tobytes(), mask.tobytes()
-                chunks.append(Chunk(sample, epoch, held.reported, held.work.version, *data))
+            for version, tokens, logprobs in held.take_new():
+                data = tokens.tobytes(), logprobs.tobytes(), np.ones(len(tokens), np.uint8).tobytes()
+                chunks.append(Chunk(sample, epoch, held.reported, version, *data))
                 held.reported += len(tokens)
-                held.tokens, held.logprobs = [], []
+            if held.released:
+                released.append((sample, epoch))
             if held.failure is not None:
                 failed.append(Failure(sample, epoch, "engine_error", held.failure))
             elif held.finish_reason is not None:
                 finished.append(Finish(sample, epoch, held.length, held.finish_reason))
         accepted, self._accepted = tuple(self._accepted), []
         self._unreported_end = False
-        self._sent = [f.sample for f in finished] + [f.sample for f in failed]
+        self._sent = [*(f.sample for f in finished), *(f.sample for f in failed), *(sample for sample, _ in released)]
         return ReplicaReport(
             self.name,
             self.incarnation,
@@ -301,6 +363,7 @@ class Replica:
             tuple(chunks),
             tuple(finished),
             tuple(failed),
+            tuple(released),
             accepted,
             self._busy_s,
             wait_s,
@@ -320,7 +383,8 @@ class Replica:
                 self._inbox.append(work)
             self._accepted.append((work.sample, work.owner_epoch))
         self._cancelled += reply.cancel
-        if reply.work or reply.cancel:
+        self._release = list(reply.release)
+        if reply.work or reply.cancel or reply.release:
             self._news.notify_all()
             self.engine.interrupt()
 

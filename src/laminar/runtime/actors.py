@@ -117,8 +117,8 @@ class StoreActor(Actor):
     async def exchange_scores(self, report: ScoreReport, wait_s: float) -> tuple[list[UnscoredGroup], bool]:
         return await self.service.exchange_scores(report, wait_s)
 
-    async def next_batch(self, update: int, wait_s: float) -> tuple[Batch | None, bool]:
-        return await self.service.next_batch(update, wait_s)
+    async def next_batch(self, update: int, part: int, wait_s: float) -> tuple[Batch | None, bool]:
+        return await self.service.next_batch(update, part, wait_s)
 
     async def trained(self, report: Trained) -> None:
         await self.service.trained(report)

@@ -77,9 +77,9 @@ class StoreHandle:
         reply: ReplicaReply = ray.get(self.actor.exchange.remote(report))
         return reply
 
-    def next_batch(self, update: int) -> Batch | None:
+    def next_batch(self, update: int, part: int) -> Batch | None:
         while True:
-            batch, over = ray.get(self.actor.next_batch.remote(update, WAIT_S))
+            batch, over = ray.get(self.actor.next_batch.remote(update, part, WAIT_S))
             if batch is not None or over:
                 result: Batch | None = batch
                 return result

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from laminar.config import Config
 from laminar.control.commands import EndRun, Numbered
-from laminar.control.events import DriverEvent, Recovered, StopRequested
+from laminar.control.events import DriverEvent, ProcessEnded, Recovered, StopRequested
 from laminar.run_folder import RunFolder
 from laminar.runtime import handles
 from laminar.runtime.actors import ManagerActor, RelayActor, StoreActor, roles_of
@@ -71,7 +71,7 @@ def _watch(
     while True:
         done = handles.wait_for_any([poll, *supervisor.bodies()], timeout_s=0.2)
         news += supervisor.take_ended([d for d in done if d != poll])
-        if any(e.role == "manager" for e in news if not isinstance(e, StopRequested)):
+        if any(isinstance(e, ProcessEnded) and e.role == "manager" for e in news):
             return EndRun("failed", "the manager died")
         if interrupted.is_set() and not told_stop:
             told_stop = True

@@ -147,10 +147,9 @@ class ManagerService:
         box = self._box(("driver", "driver"))
         for event in events:
             self.handle(event)
-        if not box.after(acked) and not self.manager.notes and wait_s > 0:
+        if not box.after(acked) and not self.manager.state.notes and wait_s > 0:
             await box.pulse.wait(wait_s)
-        notes, self.manager.notes = self.manager.notes, []
-        return box.after(acked), notes, self.processes()
+        return box.after(acked), self.manager.take_notes(), self.processes()
 
     def processes(self) -> list[dict[str, object]]:
         state = self.manager.state
@@ -208,7 +207,9 @@ class StoreService:
         deadline = time.monotonic() + report.wait_s
         reply = self.store.exchange(report)
         self._changed()
-        while not (reply.work or reply.cancel) and not self.stopping and (left := deadline - time.monotonic()) > 0:
+        while not (reply.work or reply.release or reply.cancel or self.stopping):
+            if (left := deadline - time.monotonic()) <= 0:
+                break
             await self.pulse.wait(left)
             reply = self.store.exchange(
                 ReplicaReport(report.replica, report.incarnation, report.sequence, busy_s=report.busy_s)
@@ -226,11 +227,11 @@ class StoreService:
             groups = self.store.exchange_scores(ScoreReport(report.incarnation, want=report.want))
         return groups, self.stopping
 
-    async def next_batch(self, update: int, wait_s: float) -> tuple[Batch | None, bool]:
-        """The batch, or None; and whether it will never come."""
+    async def next_batch(self, update: int, part: int, wait_s: float) -> tuple[Batch | None, bool]:
+        """This part of the batch, or None; and whether it will never come."""
         deadline = time.monotonic() + wait_s
         while True:
-            batch = self.store.next_batch(update)
+            batch = self.store.next_batch(update, part)
             self._changed()
             if batch is not None or self.store.over(update):
                 return batch, batch is None

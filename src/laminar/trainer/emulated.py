@@ -60,7 +60,8 @@ class EmulatedBackend:
         tokens = sum(batch.prompt_lengths) + sum(batch.response_lengths)
         seconds = self._profile.publish_s()
         if batch.ids:
-            num_mini_batches, gpus = self._config.train.num_mini_batches, self._config.train_gpus
+            gpus = self._config.train_gpus
+            num_mini_batches = 1 if self._config.schedule == "stream" else self._config.train.num_mini_batches
             seconds += self._profile.train_step_s(tokens, num_mini_batches, gpus)
             self._history = _digest(self._history, {"update": batch.update, "ids": batch.ids})
         time.sleep(seconds / self._config.simulation.time_scale)

@@ -31,6 +31,9 @@ from laminar.types import Batch, Trained, Version
 
 logger = logging.getLogger(__name__)
 
+Statistics = dict[str, float | None]
+"""Metric rows by the names of docs/metrics.md; None is null."""
+
 STOP_POLL_S = 0.05
 
 NamedWeights = Iterator[tuple[str, Any]]
@@ -63,10 +66,10 @@ class Backend(Protocol):
 
 
 class BatchSource(Protocol):
-    """The data store. Both calls may be repeated: the same update is answered with the same batch."""
+    """The data store. Both calls may be repeated: the same part of an update is answered with the same batch."""
 
-    def next_batch(self, update: int) -> Batch | None:
-        """Block until batch `update` is cut. None: there will be none, the run is over."""
+    def next_batch(self, update: int, part: int) -> Batch | None:
+        """Block until this part of batch `update` is cut. None: there will be none, the run is over."""
 
     def trained(self, report: Trained) -> None: ...
 
@@ -128,6 +131,8 @@ class TrainerLoop:
         self._records = Records(publisher.records())
         self._publish_from = self._records.highest_number or 0
         self._checkpoint = 0
+        self._parts: list[tuple[int, Statistics]] = []
+        """(samples, statistics) of the parts of the batch that is being trained."""
         if (path := checkpoint_folder.newest(folder)) is not None:
             backend.restore(path)
             self._checkpoint = backend.version.number
@@ -141,39 +146,46 @@ class TrainerLoop:
         """Train until the run is over. False: it was stopped before that, and goes on from a checkpoint."""
         self._name_weights(self._backend.version.number)
         batches = _Prefetch(self._store.next_batch, self._stop)
-        self._request(batches, self._backend.version.number)
+        self._request(batches, self._backend.version.number, 0)
         while not self._stop.is_set() and not self._is_last():
             waited = time.monotonic()
             batch = batches.take()
             if batch is None:
                 break
             wait_s = time.monotonic() - waited
-            self._request(batches, batch.update + 1)
-            self._iterate(batch, wait_s)
+            if batch.part + 1 < batch.num_parts:
+                self._request(batches, batch.update, batch.part + 1)
+            else:
+                self._request(batches, batch.update + 1, 0)
+            self._train(batch, wait_s)
+            if batch.part + 1 == batch.num_parts:
+                self._end_iteration(batch.update)
         batches.close()
         if self._stop.is_set():
             return False
         self._save_if(self._checkpoint != self._backend.version.number)
         return True
 
-    def _request(self, batches: _Prefetch, update: int) -> None:
+    def _request(self, batches: _Prefetch, update: int, part: int) -> None:
         if update != self._config.iterations:
-            batches.request(update)
+            batches.request(update, part)
 
-    def _iterate(self, batch: Batch, wait_s: float) -> None:
+    def _train(self, batch: Batch, wait_s: float) -> None:
         if batch.update != self._backend.version.number:
             raise ProtocolError(f"batch {batch.update} came while the weights are version {self._backend.version}")
         started = time.monotonic()
         statistics = self._backend.train(batch)
+        statistics |= {"trainer_wait_s": wait_s, "train_s": time.monotonic() - started}
+        self._parts.append((len(batch.ids), statistics))
+
+    def _end_iteration(self, update: int) -> None:
+        """Publish, tell the data store, save if it is time."""
+        statistics, self._parts = merge_statistics(self._parts), []
         trained = time.monotonic()
-        self._name_weights(batch.update + 1)
-        statistics |= {
-            "trainer_wait_s": wait_s,
-            "train_s": trained - started,
-            "publish_stall_s": time.monotonic() - trained,
-        }
+        self._name_weights(update + 1)
+        statistics["publish_stall_s"] = time.monotonic() - trained
         number = self._backend.version.number
-        report = Trained(batch.update, self._backend.version, self._checkpoint, statistics)
+        report = Trained(update, self._backend.version, self._checkpoint, statistics)
         self._store.trained(report)
         self._save_if(number % self._config.train.checkpoint_every == 0 or self._is_last())
         if self._on_iteration is not None:
@@ -214,17 +226,43 @@ class TrainerLoop:
             self._checkpoint = self._backend.version.number
 
 
+SUMS = ("trainer_wait_s", "train_s", "skipped_steps")
+MAXIMA = ("logprob_gap_max",)
+NEWEST = ("lr",)
+
+
+def merge_statistics(parts: Sequence[tuple[int, Statistics]]) -> Statistics:
+    """One row for a batch that was trained in parts: means weighted by samples, but for sums, maxima and `lr`."""
+    if len(parts) == 1:
+        return parts[0][1]
+    merged: Statistics = {}
+    for name in parts[-1][1]:
+        known = [(size, value) for size, row in parts if (value := row.get(name)) is not None]
+        if not known:
+            merged[name] = None
+        elif name in SUMS:
+            merged[name] = sum(value for _, value in known)
+        elif name in MAXIMA:
+            merged[name] = max(value for _, value in known)
+        elif name in NEWEST:
+            merged[name] = known[-1][1]
+        else:
+            weight = sum(size for size, _ in known)
+            merged[name] = sum(size * value for size, value in known) / weight if weight else None
+    return merged
+
+
 class _Prefetch:
     """At most one request for a batch at a time, made in a thread that ends with the process."""
 
-    def __init__(self, fetch: Callable[[int], Batch | None], stop: Stop) -> None:
+    def __init__(self, fetch: Callable[[int, int], Batch | None], stop: Stop) -> None:
         self._fetch, self._stop = fetch, stop
-        self._wanted: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._wanted: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
         self._fetched: queue.SimpleQueue[Batch | Exception | None] = queue.SimpleQueue()
         threading.Thread(target=self._serve, name="prefetch", daemon=True).start()
 
-    def request(self, update: int) -> None:
-        self._wanted.put(update)
+    def request(self, update: int, part: int) -> None:
+        self._wanted.put((update, part))
 
     def take(self) -> Batch | None:
         """The answer to the oldest request; None also if stopped. Raises what fetching raised."""
@@ -243,9 +281,9 @@ class _Prefetch:
         self._wanted.put(None)
 
     def _serve(self) -> None:
-        while (update := self._wanted.get()) is not None:
+        while (wanted := self._wanted.get()) is not None:
             try:
-                answer: Batch | Exception | None = self._fetch(update)
+                answer: Batch | Exception | None = self._fetch(*wanted)
             except Exception as error:  # any: it is raised again where the answer is taken
                 answer = error
             self._fetched.put(answer)

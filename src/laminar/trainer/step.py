@@ -135,7 +135,8 @@ def _prepare(state: TrainState, batch: Batch, samples: Samples, config: Config) 
     mask = samples.mask & ~(samples.truncated & train.mask_truncated)[samples.sequence]
     on_policy = packing.generated_by(batch, state.version)
     share = can_share_prompts(state.model) and (state.reference is None or can_share_prompts(state.reference))
-    parts = packing.mini_batches(samples.groups, train.num_mini_batches, config.seed, batch.update)
+    num_mini_batches = 1 if config.schedule == "stream" else train.num_mini_batches  # there a part is a mini-batch
+    parts = packing.mini_batches(samples.groups, num_mini_batches, config.seed, batch.update)
     token_advantages = advantages[samples.sequence]
     taught = mask & ((token_advantages != 0) | (state.reference is not None))
     teaches = np.bincount(samples.sequence[taught], minlength=len(samples.groups)) > 0

@@ -1,0 +1,124 @@
+"""What follows from a death: replace the process, and find an owner for what it held.
+
+Orphans, earliest deadline first, go to a live replica that holds their version; else the next empty replica loads that
+version, if a relay has it; else, or after `adopt_timeout_s`, they begin anew under the newest version, never an older
+one. Waiting without end is not a policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from laminar.control import ledger
+from laminar.control.commands import Adopt, Command, Orphan, Pull, Replace, Restart
+from laminar.control.state import Process, Replica, State
+from laminar.types import SampleId, Version
+
+ORPHANS = "orphans"
+"""Mark in `Replica.receives` while the data store has not confirmed an adoption."""
+
+
+def died(state: State, process: Process, cause: str) -> Iterator[Command]:
+    """Commands after the death of a process; a death that can't be mended sets `state.fatal`."""
+    key, settings = (process.role, process.id), state.settings
+    process.state = ledger.step(ledger.PROCESS, process.state, "death", key)
+    state.deaths[key] = state.deaths.get(key, 0) + 1
+    line = f"{process.role} {process.id} died: {cause}"
+    if settings.max_restarts == 0:
+        state.fatal = state.fatal or line
+        return
+    held = ""
+    if process.role == "replica" and (replica := state.replicas.get(process.id)):
+        held = f"; it held {len(replica.unfinished)} unfinished samples"
+        forget_plans(state, replica)
+        yield Orphan(replica.id, process.incarnation, cause)
+    if state.deaths[key] <= settings.max_restarts:
+        process.state = ledger.step(ledger.PROCESS, process.state, "replace", key)
+        process.incarnation += 1
+        state.notes.append(f"{line}{held}; restarting it")
+        yield Replace(process.role, process.id, process.incarnation, cause)
+        return
+    process.state = ledger.step(ledger.PROCESS, process.state, "give up", key)
+    state.notes.append(f"{line}{held}; given up after {settings.max_restarts} restarts")
+    others = [p for p in state.processes.values() if p.role == "replica" and p.state != "given up"]
+    if process.role != "replica" or not others:
+        state.fatal = state.fatal or f"{line}, {settings.max_restarts} restarts did not help"
+
+
+def forget_plans(state: State, replica: Replica) -> None:
+    """Nothing that was planned with a dead replica will happen; the data store ends its moves."""
+    replica.granted, replica.pulling = 0, None
+    for evaluation in state.evaluations.values():
+        evaluation.granted.pop(replica.id, None)
+
+
+def adopt_orphans(state: State) -> Iterator[Command]:
+    """Give orphans to replicas that hold their version, or have an empty one load it."""
+    for version, samples in _by_version(state):
+        holders = [r for r in state.alive() if _may_adopt(state, r, version)]
+        if holders:
+            holder = min(holders, key=lambda r: (len(r.unfinished), r.id))
+            for sample in samples:
+                del state.orphans[sample]
+            holder.receives[ORPHANS] = None
+            assert holder.version is not None
+            yield Adopt(holder.id, holder.incarnation, holder.version, tuple(samples), "it holds their version")
+        elif not _is_late(state, samples[0]):
+            for replica in state.waiting():
+                if state.has_version(replica.node, version):
+                    replica.move("pull")
+                    replica.pulling = version
+                    yield Pull(replica.id, replica.incarnation, version, "orphans of this version wait for it")
+                    break
+
+
+def restart_orphans(state: State, replica: Replica, max_groups: int) -> Command | None:
+    """Orphans that nobody can go on with begin anew, whole groups together, under a version not older than theirs."""
+    if replica.version is None or replica.version != state.newest(replica):
+        return None
+    chosen: list[SampleId] = []
+    groups: dict[int, None] = {}
+    for sample, orphan in sorted(state.orphans.items(), key=lambda item: (_due(item[1].deadline), item[0])):
+        if orphan.version.number > replica.version.number or not _must_restart(state, sample):
+            continue
+        if sample.group not in groups and len(groups) == max_groups:
+            break
+        groups[sample.group] = None
+        chosen.append(sample)
+    if not chosen:
+        return None
+    for sample in chosen:
+        del state.orphans[sample]
+    replica.move("grant")
+    return Restart(replica.id, replica.incarnation, replica.version, tuple(chosen), "nobody can go on with them")
+
+
+def _by_version(state: State) -> list[tuple[Version, list[SampleId]]]:
+    """Orphans by version; the version with the earliest deadline first."""
+    found: dict[Version, list[SampleId]] = {}
+    for sample, orphan in sorted(state.orphans.items(), key=lambda item: (_due(item[1].deadline), item[0])):
+        found.setdefault(orphan.version, []).append(sample)
+    return list(found.items())
+
+
+def _may_adopt(state: State, replica: Replica, version: Version) -> bool:
+    if replica.draining or replica.moving_to is not None or replica.pulling is not None or replica.version is None:
+        return False
+    partial = state.settings.schedule == "partial"
+    return replica.version == version or (partial and replica.version >= version)
+
+
+def _is_late(state: State, sample: SampleId) -> bool:
+    return state.now - state.orphans[sample].since >= state.settings.adopt_timeout_s
+
+
+def _must_restart(state: State, sample: SampleId) -> bool:
+    """Nobody holds its version or is about to, and no relay has it; or it has waited long enough."""
+    version = state.orphans[sample].version
+    held = any(version in (r.version, r.pulling) for r in state.alive())
+    shelved = any(version in relay.whole for relay in state.relays.values())
+    return _is_late(state, sample) or not (held or shelved)
+
+
+def _due(deadline: int | None) -> float:
+    return float("inf") if deadline is None else deadline
