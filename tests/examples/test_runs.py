@@ -1,0 +1,49 @@
+"""The examples as a user runs them, shortened."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LAMINAR = str(Path(sys.executable).with_name("laminar"))
+
+
+def run(*command: str, cwd: Path, within_s: float = 300.0) -> str:
+    result = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=within_s)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize(
+    ("example", "short"),
+    [
+        ("sort", ["iterations=4"]),
+        ("sort", ["iterations=3", "schedule=sync", "rollout.replicas=2"]),
+        ("arithmetic", ["iterations=2", "train.groups_per_batch=2", "train.group_size=4", "data.eval=none"]),
+    ],
+    ids=["sort", "sort in sync with two replicas", "arithmetic"],
+)
+def test_an_example_trains_and_its_model_loads(tmp_path: Path, example: str, short: list[str]) -> None:
+    config = str(ROOT / "examples" / example / "config.toml")
+    summary = run(LAMINAR, "train", config, *short, "--run-dir", "run", cwd=tmp_path)
+    assert "closed" in summary and "reward" in summary
+    account = json.loads(run(LAMINAR, "ledger", "run", "--json", cwd=tmp_path))
+    assert account["closed"] and account["samples"]["in_flight"] == 0
+    ended = json.loads(run(LAMINAR, "ps", "run", "--json", cwd=tmp_path))
+    assert {row["state"] for row in ended["processes"]} == {"ended"}
+    for seed in ("0", "1"):
+        replay = ["env", f"PYTHONHASHSEED={seed}", LAMINAR, "replay", "run", "--json"]
+        assert json.loads(run(*replay, cwd=tmp_path))["agrees"]
+    load = "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; import sys; "
+    load += "M.from_pretrained(sys.argv[1]); T.from_pretrained(sys.argv[1])"
+    run(sys.executable, "-W", "ignore", "-c", load, "run/export", cwd=tmp_path)
+
+
+def test_the_python_form_trains(tmp_path: Path) -> None:
+    """examples/python_api.py as it is: a list of prompts and a function of the script."""
+    assert "closed" in run(sys.executable, str(ROOT / "examples" / "python_api.py"), cwd=tmp_path)
