@@ -177,6 +177,32 @@ def check(arguments: Arguments = None, as_json: AsJson = False) -> None:
 
 
 @app.command()
+def simulate(arguments: Arguments = None, as_json: AsJson = False) -> None:
+    """Run an emulated config in simulated time and say how fast it is. The same seed gives the same numbers.
+
+    \b
+    laminar simulate configs/simulated/72b.toml gpus=1024 train.gpus=768
+    laminar simulate configs/simulated/32b.toml schedule=sync simulation.colocated=true --json
+    """
+    from laminar.config import load
+    from laminar.sim.simulate import simulate as run
+
+    path, overrides = _split(arguments)
+    if path is None:
+        raise ConfigError("no config", expected="laminar simulate CONFIG.toml [KEY=VALUE]...")
+    found = run(load(path, overrides), lambda line: print(line, file=sys.stderr))
+    if as_json:
+        print_json(found.as_json())
+        return
+    print(f"throughput   {found.throughput_tok_s:,.0f} tokens/s, an iteration takes {found.iteration_s:.1f} s")
+    print(f"generation   {found.generation_tok_s:,.0f} tokens/s, KV caches {found.kv_utilization_mean:.0%} full")
+    print(f"busy         replicas {found.rollout_busy_fraction:.0%}, trainer {found.trainer_busy_fraction:.0%}")
+    for name, ages in (("generation", found.staleness_generation), ("use", found.staleness_use)):
+        print(f"staleness    at {name}: mean {ages.mean:.2f}, at most {ages.max}")
+    print(f"repack       {found.repack_moves} moves, {found.repack_cost_s:.1f} s of prefill")
+
+
+@app.command()
 def ledger(run: Run, as_json: AsJson = False) -> None:
     """Say where every sample and group went, and whether the account closes.
 

@@ -216,6 +216,11 @@ class SimulationConfig(_Section):
         description="Lengths and times of emulated runs: `7b`, `32b`, `72b`, `toy`, or a `.toml` file.",
     )
     time_scale: float = Field(1.0, gt=0, description="Seconds of the profile that pass in one second.")
+    colocated: bool = Field(
+        False,
+        description="Only for `laminar simulate`, with schedule `sync`: trainer and replicas share all GPUs, and each "
+        "iteration pays for the switch between them.",
+    )
 
 
 class Config(_Section):

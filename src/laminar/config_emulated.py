@@ -25,7 +25,9 @@ def with_defaults(raw: Mapping[str, Any], default_profile: str) -> Mapping[str, 
     if EMULATED not in (sections["rollout"].get("engine"), sections["train"].get("backend")):
         return raw
     profile = _profile(sections["simulation"].get("profile", default_profile))
-    total, rollout_gpus, train_gpus, replicas = _gpus(raw, sections["rollout"], sections["train"], profile)
+    total, rollout_gpus, train_gpus, replicas = _gpus(
+        raw, sections["rollout"], sections["train"], profile, sections["simulation"].get("colocated") is True
+    )
     defaults: dict[str, dict[str, Any]] = {
         "model": {"path": None},
         "data": {"train": None, "max_prompt_tokens": profile.prompt_tokens},
@@ -57,14 +59,23 @@ def _profile(name: object) -> Profile:
 
 
 def _gpus(
-    raw: Mapping[str, Any], rollout: Mapping[str, Any], train: Mapping[str, Any], profile: Profile
+    raw: Mapping[str, Any], rollout: Mapping[str, Any], train: Mapping[str, Any], profile: Profile, colocated: bool
 ) -> tuple[Any, Any, Any, Any]:
-    """All GPUs, those of the replicas, those of the trainer, and the replicas. What is not given: an even split."""
+    """All GPUs, those of the replicas, those of the trainer, and the replicas. What is not given: an even split.
+
+    If they are `colocated`, both have all.
+    """
     given = raw.get("gpus"), rollout.get("gpus"), train.get("gpus")
     total, ours, theirs = (None if value == "none" else value for value in given)
     replicas = rollout.get("replicas", 1)
     if not all(isinstance(value, int) for value in (total, ours, theirs, replicas) if value is not None):
         return total, ours, theirs, replicas  # a mistake, which is told by the types of the fields
+    if colocated:
+        shared = next((value for value in (total, ours, theirs) if value is not None), None)
+        if shared is None:
+            shared = replicas * profile.gpus_per_replica
+        replicas = rollout.get("replicas", max(1, shared // profile.gpus_per_replica))
+        return tuple(shared if value is None else value for value in (total, ours, theirs)) + (replicas,)
     if ours is None:
         if total is None or "replicas" in rollout:
             ours = replicas * profile.gpus_per_replica
@@ -110,6 +121,13 @@ def _broken_emulated_rules(config: Config) -> Iterator[ConfigError]:
             yield ConfigError(
                 "an emulated run has no dataset", where=key, got=str(value), fix="remove it; set iterations"
             )
+    if config.simulation.colocated and config.schedule != "sync":
+        yield ConfigError(
+            "shared GPUs can't train while they generate",
+            where="simulation.colocated",
+            expected='schedule = "sync"',
+            got=f'"{config.schedule}"',
+        )
     expected = config.rollout.replicas * profile.gpus_per_replica
     if config.rollout.gpus != expected:
         yield ConfigError(
@@ -118,6 +136,14 @@ def _broken_emulated_rules(config: Config) -> Iterator[ConfigError]:
             expected=f"{expected}: rollout.replicas x {profile.gpus_per_replica} of profile {profile.name}",
             got=str(config.rollout.gpus),
         )
+    elif config.simulation.colocated:
+        if not config.gpus == expected == config.train.gpus:
+            yield ConfigError(
+                "colocated: trainer and replicas have the same GPUs",
+                where="gpus",
+                expected=f"gpus = rollout.gpus = train.gpus, {expected}",
+                got=f"{config.gpus}, {config.rollout.gpus}, {config.train.gpus}",
+            )
     elif config.gpus != expected + (config.train.gpus or 0):
         yield ConfigError(
             "is not the sum of its parts",

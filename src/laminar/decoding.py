@@ -58,6 +58,11 @@ class FluidDecoder:
         self.num_preempted = 0
         self.reprefilled_tokens = 0
         """Tokens whose keys and values had to be made again after a preemption."""
+        self.busy_s = 0.0
+        """Seconds in which something was running."""
+        self.decoded_tokens = 0.0
+        self.kv_token_s = 0.0
+        """Integral of the tokens held over time."""
         self._sequences: dict[SampleId, _Sequence] = {}
         self._waiting: list[_Sequence] = []
         """By arrival"""
@@ -129,15 +134,18 @@ class FluidDecoder:
         while True:
             decoding_from = self.now + self._prefill_s
             if not self._num_running or decoding_from > until:
+                if self._num_running:
+                    self._hold(max(0.0, until - self.now))
                 self._prefill_s = max(0.0, decoding_from - until)
                 break
             steps, is_end = self._next_event()
             at = decoding_from + self._duration(steps)
+            self._hold(self._prefill_s)
             if at > until:
-                self._decode(self._steps_within(until - decoding_from))
+                self._decode(self._steps_within(until - decoding_from), until - decoding_from)
                 self._prefill_s = 0.0
                 break
-            self._decode(steps)
+            self._decode(steps, at - decoding_from)
             self.now, self._prefill_s = at, 0.0
             if is_end:
                 ended.append(self._end())
@@ -204,9 +212,18 @@ class FluidDecoder:
 
     # ------------------------------------------------------------ the rate
 
-    def _decode(self, steps: float) -> None:
+    def _hold(self, seconds: float) -> None:
+        """Prefill: what is held stays as it is."""
+        self.busy_s += seconds
+        self.kv_token_s += seconds * self._kv
+
+    def _decode(self, steps: float, seconds: float) -> None:
+        tokens = steps * self._num_running
+        self.busy_s += seconds
+        self.kv_token_s += seconds * (self._kv + tokens / 2)
+        self.decoded_tokens += tokens
         self._steps += steps
-        self._kv += steps * self._num_running
+        self._kv += tokens
 
     def _duration(self, steps: float) -> float:
         """Seconds of so many steps with what is running now, growing."""

@@ -13,7 +13,7 @@ from typing import Any
 from laminar.config import Config, InvalidConfig
 from laminar.data.prompts import check_prompt, first_row
 from laminar.data.rewards import check_function, load_functions
-from laminar.errors import DataError, ModelError, UserError
+from laminar.errors import ConfigError, DataError, ModelError, UserError
 from laminar.rollout.families import supports
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
@@ -30,8 +30,18 @@ def check(config: Config) -> None:
 def find_problems(config: Config) -> list[UserError]:
     """All that would keep a run from starting, as far as files and functions can tell."""
     if config.emulated:
-        return []
+        return list(_emulation_problems(config))
     return [*_model_problems(config), *_data_problems(config)]
+
+
+def _emulation_problems(config: Config) -> Iterator[UserError]:
+    if config.simulation.colocated:
+        yield ConfigError(
+            "real processes can't share their GPUs",
+            where="simulation.colocated",
+            got="true",
+            fix="use `laminar simulate`, or remove the key",
+        )
 
 
 def _model_problems(config: Config) -> Iterator[UserError]:

@@ -90,6 +90,9 @@ class EvalRound:
     rewards: list[float] = field(default_factory=list)
 
 
+LIVE = frozenset({"issued", "finished", "buffered"})
+"""States of a group that is issued, not dropped, not in a standing cut."""
+
 FIRST_EVAL = 2**40
 """Evaluation groups have ids of their own: sampling is keyed by the id, and evaluating must not change training."""
 
@@ -127,6 +130,11 @@ class Accounts:
         self.cursor = 0
         """Draws from the prompt pool so far."""
         self.buffered_count = 0
+        """Groups that were ever buffered."""
+        self.num_live = self.num_buffered = 0
+        """Training groups that are `live`, and those of them that are buffered."""
+        self._waits_for: frozenset[int] = frozenset()
+        """No batch can be cut before one of these groups is buffered, or any is dropped."""
         self.update = 0
         """u: the lowest batch not fully cut."""
         self.part = 0
@@ -150,11 +158,12 @@ class Accounts:
 
     def live(self) -> Iterator[Group]:
         """Training groups issued, not dropped, not in a standing cut."""
-        return (g for g in self.groups.values() if g.kind == "train" and g.state in ("issued", "finished", "buffered"))
+        return (g for g in self.groups.values() if g.kind == "train" and g.state in LIVE)
 
-    @property
-    def num_live(self) -> int:
-        return sum(1 for _ in self.live())
+    def recount(self) -> None:
+        """Count what is live, after groups were put here from outside."""
+        self.num_live = sum(1 for _ in self.live())
+        self.num_buffered = sum(1 for g in self.live() if g.state == "buffered")
 
     def room(self, version: Version) -> int:
         """Groups that may be issued now under `version`."""
@@ -238,6 +247,7 @@ class Accounts:
         """The prompt pool has ended."""
         if not self.exhausted:
             self.exhausted = True
+            self._waits_for = frozenset()
             self.events.append(Exhausted())
 
     # ------------------------------------------------------------ generate
@@ -417,6 +427,8 @@ class Accounts:
             return None
         size = batch // num_parts
         empty = batch - self.part * size
+        if self._waits_for or (self.num_buffered < size and not self.exhausted):
+            return None
         live = list(self.live())
         if self.exhausted and len(live) < empty:
             if settings.last_batch == "drop":
@@ -432,6 +444,7 @@ class Accounts:
             self.update, batch, empty, size, ((g.id, g.deadline) for g in live), [g.id for g in buffered]
         )
         if choice.groups is None:
+            self._waits_for = frozenset(choice.waits_for)
             return None
         cut = Cut(self.update, self.part, num_parts, choice.groups)
         self.cuts[cut.update, cut.part] = cut
@@ -512,7 +525,13 @@ class Accounts:
         self.touched.add(sample.id.group)
 
     def _group_step(self, group: Group, event: str) -> None:
-        group.state = ledger.step(ledger.GROUP, group.state, event, f"group {group.id}")
+        before = group.state
+        group.state = ledger.step(ledger.GROUP, before, event, f"group {group.id}")
+        if group.kind == "train":
+            self.num_live += (group.state in LIVE) - (before in LIVE)
+            self.num_buffered += (group.state == "buffered") - (before == "buffered")
+            if group.state == "dropped" or (group.state == "buffered" and group.id in self._waits_for):
+                self._waits_for = frozenset()
         self.touched.add(group.id)
 
     def _drop_sample(self, sample: Sample, reason: str) -> None:

@@ -111,7 +111,10 @@ class State:
         self.settings = settings
         self.processes: dict[tuple[str, str], Process] = {}
         self.replicas: dict[str, Replica] = {}
+        """By id, in order."""
         self.relays: dict[str, Relay] = {}
+        self._newest: dict[str, Version] = {}
+        """Newest version whole on each machine."""
         self.trainer = TrainerBeat(0, None, 0, "starting")
         self.live: dict[int, str] = {}
         """Training groups issued, not dropped, not cut: group -> `issued` or `buffered`."""
@@ -146,9 +149,9 @@ class State:
     def alive(self) -> list[Replica]:
         """Replicas that may be given work, by id."""
         return [
-            self.replicas[i]
-            for i in sorted(self.replicas)
-            if self.processes["replica", i].state == "alive" and self.replicas[i].version is not None
+            r
+            for i, r in self.replicas.items()
+            if r.version is not None and self.processes["replica", i].state == "alive"
         ]
 
     @property
@@ -158,13 +161,12 @@ class State:
 
     def room(self, version: Version) -> int:
         """Training groups that may be granted under `version`, by this view."""
-        if self.exhausted:
-            return 0
-        return staleness.room(self.settings, version.number, len(self.live) + self.granted, self.cut_groups)
+        places = staleness.room(self.settings, version.number, len(self.live), self.cut_groups)
+        return 0 if self.exhausted or not places else max(0, places - self.granted)
 
     def newest(self, replica: Replica) -> Version | None:
         """Newest version whole on the replica's machine."""
-        return max((v for r in self.relays.values() if r.node == replica.node for v in r.whole), default=None)
+        return self._newest.get(replica.node)
 
     def has_version(self, node: str, version: Version) -> bool:
         return any(version in r.whole for r in self.relays.values() if r.node == node)
@@ -177,7 +179,7 @@ class State:
         """Replicas with nothing to do that may be given something, those without weights included; by id."""
         return [
             r
-            for i, r in sorted(self.replicas.items())
+            for i, r in self.replicas.items()
             if r.activity in ("idle", "starting")
             and not r.bound
             and not r.draining
@@ -204,6 +206,7 @@ class State:
         replica = self.replicas.get(beat.replica)
         if replica is None or replica.incarnation < beat.incarnation:
             replica = self.replicas[beat.replica] = Replica(beat.replica, beat.incarnation)
+            self.replicas = dict(sorted(self.replicas.items()))
         if beat.step != process.step or not replica.unfinished or beat.state == "loading":
             process.step, process.moved = beat.step, now
         replica.node, replica.load = beat.node, beat.load
@@ -228,6 +231,10 @@ class State:
         if relay is None or relay.incarnation < beat.incarnation:
             relay = self.relays[beat.relay] = Relay(beat.relay, beat.incarnation, beat.node)
         relay.whole = beat.whole
+        if shown := [v for r in self.relays.values() if r.node == beat.node for v in r.whole]:
+            self._newest[beat.node] = max(shown)
+        else:
+            self._newest.pop(beat.node, None)
 
     def trainer_beat(self, now: float, beat: TrainerBeat) -> None:
         if self.heard(now, "trainer", "trainer", beat.incarnation) is None:

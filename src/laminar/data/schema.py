@@ -156,6 +156,7 @@ def load_accounts(db: sqlite3.Connection, settings: Settings) -> Accounts:
         sample = Sample(SampleId(group_id, idx), state, attempt, owner, incarnation, epoch, version, version, length)
         sample.finish_reason, sample.reward, sample.reason, sample.staleness_generation = outcome
         accounts.groups[group_id].samples.append(sample)
+    accounts.recount()
     for batch, part, num_parts, groups in db.execute(
         "SELECT batch, part, num_parts, groups FROM cuts WHERE NOT trained ORDER BY batch, part"
     ):

@@ -1,0 +1,54 @@
+"""A relay: the versions that lie in the shared memory of one machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from laminar.control.commands import Command, Keep, Links, Stop
+from laminar.control.events import RelayBeat
+from laminar.errors import ProtocolError
+from laminar.sim.process import Process
+from laminar.types import Version
+
+if TYPE_CHECKING:
+    from laminar.sim.world import World
+
+
+class Relay(Process[RelayBeat]):
+    """What lies in the shared memory of one machine."""
+
+    role = "relay"
+
+    def __init__(self, world: World, id_: str, incarnation: int, node: str, broadcast_s: float) -> None:
+        """`broadcast_s`: from a publish until the version is here."""
+        super().__init__(world, id_, incarnation)
+        self.node = node
+        self.whole: tuple[Version, ...] = ()
+        """Oldest first"""
+        self.from_trainer = world.link(broadcast_s)
+        self._keep: tuple[Version, ...] = ()
+        self.speak()
+
+    def receive(self, version: Version) -> None:
+        """A version has come and is verified. Of the older ones, those that are worth keeping stay, as slots allow."""
+        if not self.alive or version in self.whole:
+            return
+        newest = max((version, *self.whole))
+        kept = [v for v in self.whole if v in self._keep and v != newest]
+        spare = self.world.plan.spare_slots
+        self.whole = (*(kept[-spare:] if spare else ()), newest)
+        self.speak()
+
+    def beat(self) -> RelayBeat:
+        return RelayBeat(self.id, self.incarnation, self.node, self.whole, 1)
+
+    def obey(self, command: Command) -> None:
+        match command:
+            case Keep():
+                self._keep = command.versions
+            case Links():
+                pass  # who forwards to whom is in the times, not in what is decided
+            case Stop():
+                self.kill()
+            case other:
+                raise ProtocolError(f"{self.id} can't do {other}")

@@ -1,0 +1,84 @@
+"""What a simulated run has to say, once its beginning is over."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from statistics import fmean
+
+from laminar.errors import RunFailed
+from laminar.sim.world import World
+
+MAX_WARM_UP = 10
+"""Iterations that are not measured; half of them in shorter runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Staleness:
+    mean: float
+    max: int
+    histogram: dict[str, int]
+    """Samples by staleness."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Of the iterations after the warm-up, from publish to publish."""
+
+    throughput_tok_s: float
+    """Prompt and response tokens of a batch over the time between two publishes, mean over iterations."""
+    generation_tok_s: float
+    """Response tokens decoded a second, by all replicas."""
+    iteration_s: float
+    staleness_generation: Staleness
+    staleness_use: Staleness
+    kv_utilization_mean: float
+    """Over time and replicas."""
+    rollout_busy_fraction: float
+    trainer_busy_fraction: float
+    """Publishing apart."""
+    repack_moves: int
+    repack_cost_s: float
+    """Replica seconds of prefill, of tokens that another replica had made."""
+    wall_s: float
+    """Real seconds that the simulation took; all else depends on config and seed alone."""
+    seed: int
+
+    def as_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def report(world: World, wall_s: float) -> Report:
+    """Of a run that has completed. Raises RunFailed if not one iteration is left to measure."""
+    iterations = world.store.iterations
+    warm_up = min(MAX_WARM_UP, len(iterations) // 2)
+    marks, measured = world.marks[warm_up:], iterations[warm_up:]
+    if not measured or len(marks) != len(measured) + 1:
+        raise RunFailed("nothing was trained, so there is nothing to report")
+    first, last = marks[0], marks[-1]
+    elapsed = last.time - first.time
+    durations = [after.time - before.time for before, after in pairwise(marks)]
+    replica_s = elapsed * len(world.replicas)
+    capacity = next(iter(world.replicas.values())).decoder.kv_capacity
+    return Report(
+        throughput_tok_s=fmean(i.tokens / s for i, s in zip(measured, durations, strict=True)),
+        generation_tok_s=(last.decoded_tokens - first.decoded_tokens) / elapsed,
+        iteration_s=fmean(durations),
+        staleness_generation=_staleness(i.staleness_generation for i in measured),
+        staleness_use=_staleness(i.staleness_use for i in measured),
+        kv_utilization_mean=(last.kv_token_s - first.kv_token_s) / replica_s / capacity,
+        rollout_busy_fraction=(last.rollout_busy_s - first.rollout_busy_s) / replica_s,
+        trainer_busy_fraction=(last.trainer_busy_s - first.trainer_busy_s) / elapsed,
+        repack_moves=last.num_moves - first.num_moves,
+        repack_cost_s=last.reprefilled_s - first.reprefilled_s,
+        wall_s=wall_s,
+        seed=world.plan.seed,
+    )
+
+
+def _staleness(counts: Iterable[Counter[int]]) -> Staleness:
+    total = sum(counts, Counter[int]())
+    mean = sum(age * n for age, n in total.items()) / max(1, total.total())
+    return Staleness(mean, max(total, default=0), {str(age): total[age] for age in sorted(total)})

@@ -1,0 +1,71 @@
+"""From a config to the report of a simulated run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from laminar.config import Config
+from laminar.errors import ConfigError, RunFailed
+from laminar.sim.plan import Delays, Plan
+from laminar.sim.report import Report, report
+from laminar.sim.world import World
+from laminar.timing import load_profile
+
+GPUS_PER_MACHINE = 8
+CALM_REPLICAS = 32
+"""With more replicas than this, all talk less often."""
+
+
+def simulate(config: Config, say: Callable[[str], None] = lambda line: None) -> Report:
+    """Run an emulated config in simulated time. `say` is given a line an iteration.
+
+    Raises ConfigError for a config that is not emulated, RunFailed for a run that does not complete.
+    """
+    began = time.perf_counter()
+    world = World(plan_of(config))
+    told = 0
+
+    def progress() -> None:
+        nonlocal told
+        if len(world.store.iterations) > told:
+            told = len(world.store.iterations)
+            say(f"iteration {told} at {world.kernel.now:.1f} s")
+
+    world.after_commit.append(progress)
+    end = world.run()
+    if end.outcome != "completed":
+        raise RunFailed(end.message)
+    return report(world, time.perf_counter() - began)
+
+
+def plan_of(config: Config) -> Plan:
+    """The plan for an emulated config. Raises ConfigError for any other."""
+    if not config.emulated:
+        raise ConfigError(
+            "only emulated runs can be simulated",
+            where="rollout.engine",
+            expected='"emulated", and a profile in simulation.profile',
+            got=f'"{config.rollout.engine}"',
+        )
+    profile, settings, rollout = load_profile(config.simulation.profile), config.settings(), config.rollout
+    longest_batch = settings.groups_per_batch * settings.group_size * (profile.prompt_tokens + rollout.max_new_tokens)
+    longest_step_s = profile.train_step_s(longest_batch, settings.num_mini_batches, config.train_gpus)
+    calm = max(1.0, rollout.replicas / CALM_REPLICAS)
+    return Plan(
+        # a step of this trainer may take longer than a real run would wait for news
+        settings=replace(settings, stall_timeout_s=max(settings.stall_timeout_s, 2 * longest_step_s)),
+        profile=profile,
+        seed=config.seed,
+        replicas=rollout.replicas,
+        replicas_per_machine=max(1, GPUS_PER_MACHINE // profile.gpus_per_replica),
+        train_gpus=config.train_gpus,
+        colocated=config.simulation.colocated,
+        kv_tokens=rollout.kv_tokens,
+        max_num_seqs=rollout.max_num_seqs,
+        max_new_tokens=rollout.max_new_tokens,
+        checkpoint_every=config.train.checkpoint_every,
+        spare_slots=config.spare_slots,
+        delays=Delays(coalesce_s=0.02 * calm, poll_s=0.02 * calm, tick_s=1.0 if settings.repack else 5.0),
+    )
