@@ -155,15 +155,15 @@ def beats(scene: Scene) -> tuple[object, ...]:
 def test_silence_is_noted_and_then_fatal() -> None:
     scene = Scene(suspect_after_s=2.0, dead_after_s=10.0)
     scene.ready()
-    scene.manager.notes.clear()
+    scene.manager.take_notes()
     commands = []
     while not any(isinstance(c, EndRun) for c in commands):
         commands = scene.tick(0.5, *beats(scene)[:2])
-    assert scene.manager.notes == [
+    assert scene.manager.take_notes() == [
         "replica r0 is suspect: silent for 2.5 s",
         "replica r0 is dead: silent for 10.5 s",
     ]
-    assert end(commands).message == "replica r0 is dead: silent for 10.5 s"
+    assert end(commands).message == "replica r0 died: silent for 10.5 s"
 
 
 def test_an_engine_that_is_stuck_is_found_though_the_replica_beats() -> None:
@@ -187,7 +187,7 @@ def test_an_engine_that_moves_slowly_is_not_stuck() -> None:
     for number in range(100):
         moving = ReplicaBeat("r0", 1, "generating", v(0), number // 10, node="n")
         assert not any(isinstance(c, EndRun) for c in scene.tick(0.5, *beats(scene)[:2], moving))
-    assert not [note for note in scene.manager.notes if "r0" in note]
+    assert not [note for note in scene.manager.take_notes() if "r0" in note]
 
 
 @pytest.mark.parametrize("first", ["tick", "beat"])
@@ -224,7 +224,7 @@ def test_what_a_relay_refused_is_told_to_the_user() -> None:
     """Fault 22."""
     scene = Scene()
     scene.relay(0, problems=("version 1 was refused: fingerprint",))
-    assert scene.manager.notes == ["version 1 was refused: fingerprint"]
+    assert scene.manager.take_notes() == ["version 1 was refused: fingerprint"]
 
 
 # ---------------------------------------------------------------- news

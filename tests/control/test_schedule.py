@@ -5,8 +5,19 @@ from __future__ import annotations
 import pytest
 
 from laminar.control.commands import GiveUpEval, Issue, Pull, Restart
-from laminar.control.events import Buffered, CutMade, CutTrained, Dropped, EvalDone, Exhausted, Finished, Recovered
-from laminar.types import SampleId
+from laminar.control.events import (
+    Buffered,
+    CutMade,
+    CutTrained,
+    Dropped,
+    EvalDone,
+    Exhausted,
+    Finished,
+    Recovered,
+    RelayBeat,
+    ReplicaBeat,
+)
+from laminar.types import Load, SampleId, Version
 from tests.control.scene import Scene, kinds, samples, v
 
 # ---------------------------------------------------------------- laminar
@@ -43,14 +54,15 @@ def test_grants_not_answered_count_against_the_room() -> None:
 
 def recovered(scene: Scene, orphans: dict[SampleId, int]) -> None:
     live = tuple((g, "issued") for g in sorted({s.group for s in orphans}))
-    scene.state.recover(0.0, Recovered(1, live, orphans=tuple((s, v(n)) for s, n in orphans.items())))
+    scene.state.recover(0.0, Recovered(1, live, orphans=tuple((s, v(n), n + 1) for s, n in orphans.items())))
 
 
 def test_orphans_begin_anew_in_whole_groups_and_before_new_ones() -> None:
     scene = Scene(groups_in_flight=2, max_outstanding_groups=9)
     recovered(scene, dict.fromkeys(samples([3, 1, 2]), 0))
-    (restart,) = scene.ready()
+    (restart,) = scene.ready(1)
     assert isinstance(restart, Restart) and restart.samples == samples([1, 2])
+    assert restart.version == v(1), "nobody has version 0 any more"
     scene.issued(restart)
     assert list(scene.state.orphans) == list(samples([3]))
 
@@ -62,9 +74,9 @@ def test_orphans_wait_for_a_version_that_is_not_older() -> None:
     restart = scene.ready(1)[0]
     assert isinstance(restart, Restart) and restart.samples == (SampleId(1, 0),)
     scene.issued(restart)
-    scene.relay(1, 2)
+    scene.relay(1, 3)
     scene.store(Finished((SampleId(1, 0),)))
-    restart = scene.beat("r0", 2)[0]
+    restart = scene.beat("r0", 3)[0]
     assert isinstance(restart, Restart) and restart.samples == (SampleId(0, 0),)
 
 
@@ -214,11 +226,133 @@ def test_the_last_wave_may_be_short() -> None:
 
 
 def test_orphans_come_before_the_next_wave() -> None:
+    """They are begun anew in a wave of their own: no group of the next batch goes out while one is left."""
     scene = sync()
     recovered(scene, dict.fromkeys(samples([0, 1, 2, 3]), 0))
-    scene.trainer(0)
-    scene.relay(0)
-    commands = [c for name in ("r0", "r1") for c in scene.beat(name, 0) if isinstance(c, Restart | Issue)]
+    again = Version(1, 0)
+    scene.handle(RelayBeat("relay", 1, "n", (again,), 1))
+    commands = [
+        c
+        for name in ("r0", "r1")
+        for c in scene.handle(ReplicaBeat(name, 1, "idle", again, 0, node="n"))
+        if isinstance(c, Restart | Issue)
+    ]
     assert [(type(c), c.replica) for c in commands] == [(Restart, "r0")], "two a replica, if both were there"
     scene.issued(commands[0])
     assert not scene.state.orphans and scene.state.replicas["r1"].activity == "idle"
+
+
+# ---------------------------------------------------------------- one step and stream
+
+
+def test_one_step_generates_a_batch_while_the_one_before_is_trained() -> None:
+    """k = 1: wave 1 goes out under version 0; wave 2 waits for version 1, and is the first under it."""
+    scene = Scene(2, schedule="one_step", max_staleness=1, groups_per_batch=4, max_outstanding_groups=8)
+    for command in wave(scene, 0):
+        scene.issued(command)
+    commands = scene.store(Finished(samples(range(4))), Buffered((0, 1, 2, 3)))
+    second = [c for c in commands if isinstance(c, Issue)]
+    assert [(c.num_groups, c.version, c.reason) for c in second] == [(2, v(0), "wave 1 opens")] * 2
+    for command in second:
+        scene.issued(command)
+    scene.store(CutMade(0, 0, (0, 1, 2, 3)))
+    commands = scene.store(Finished(samples(range(4, 8))), Buffered((4, 5, 6, 7)), CutMade(1, 0, (4, 5, 6, 7)))
+    assert [c for c in commands if isinstance(c, Issue)] == [], "batch 2 may hold nothing of version 0"
+    grants = [c for c in wave(scene, 1) if isinstance(c, Issue)]
+    assert [(c.num_groups, c.version, c.reason) for c in grants] == [(2, v(1), "wave 2 opens")] * 2
+
+
+def test_the_waves_of_stream_do_not_count_parts() -> None:
+    """A batch that is cut in parts leaves no room for a second wave before all of it is generated."""
+    scene = Scene(1, schedule="stream", max_staleness=1, groups_per_batch=4, num_mini_batches=2,
+                  max_outstanding_groups=8)  # fmt: skip
+    (command,) = wave(scene, 0)
+    scene.issued(command)
+    scene.store(Finished(samples([0, 1])), Buffered((0, 1)))
+    commands = scene.store(CutMade(0, 0, (0, 1), last=False))
+    assert [c for c in commands if isinstance(c, Issue)] == [] and scene.state.update == 0
+    scene.store(Finished(samples([2, 3])), Buffered((2, 3)))
+    (grant,) = [c for c in scene.records[-1].commands if isinstance(c, Issue)]
+    assert (grant.num_groups, grant.reason) == (4, "wave 1 opens")
+    scene.store(CutMade(0, 1, (2, 3)))
+    assert scene.state.update == 1
+
+
+# ---------------------------------------------------------------- fresh
+
+
+def test_fresh_admits_as_groups_end_while_it_has_the_newest_weights() -> None:
+    scene = Scene(admission="fresh", groups_in_flight=2, max_staleness=4, max_outstanding_groups=10)
+    scene.issued(scene.ready()[0])
+    commands = scene.store(Finished(samples([0])))
+    (grant,) = [c for c in commands if isinstance(c, Issue)]
+    assert grant == Issue("r0", 1, v(0), 1, "train", "it holds the newest version and has room")
+    assert [c for c in scene.tick() if isinstance(c, Issue)] == [], "once"
+    scene.issued(grant)
+    assert [c for c in scene.store(Finished((SampleId(1, 0),))) if isinstance(c, Issue)] == [], "no group has ended"
+
+    scene.relay(0, 1)
+    commands = scene.store(Finished((SampleId(1, 1),)))
+    assert [c for c in commands if isinstance(c, Issue | Pull)] == [], "a newer version is here: it drains"
+    commands = scene.store(Finished(samples([2])))
+    assert [c for c in commands if isinstance(c, Issue | Pull)] == [
+        Pull("r0", 1, v(1), "empty, and a newer version is here")
+    ]
+
+
+@pytest.mark.parametrize("why", ["waits for KV", "drains", "is part of a move", "an evaluation is due"])
+def test_fresh_admits_nothing_more(why: str) -> None:
+    evaluates = why == "an evaluation is due"
+    scene = Scene(
+        admission="fresh",
+        groups_in_flight=2,
+        max_staleness=4,
+        max_outstanding_groups=10,
+        eval_groups=int(evaluates),
+        eval_every=1,
+    )
+    scene.issued(scene.ready()[0])
+    replica = scene.state.replicas["r0"]
+    if why == "waits for KV":
+        replica.load = Load(10, 10, 1, 1)
+    elif why == "drains":
+        replica.draining = True
+    elif why == "is part of a move":
+        replica.receives["r9"] = None
+    else:
+        scene.trainer(1)
+    assert [c for c in scene.store(Finished(samples([0]))) if isinstance(c, Issue)] == []
+
+
+# ---------------------------------------------------------------- partial
+
+
+def test_partial_interrupts_everybody_once_at_each_version() -> None:
+    scene = Scene(2, schedule="partial", groups_in_flight=1, max_staleness=2, max_outstanding_groups=2)
+    scene.trainer(0)
+    scene.relay(0)
+    for name in ("r0", "r1"):
+        scene.issued(scene.beat(name, 0)[0])
+    pulls = [c for c in scene.relay(1) if isinstance(c, Pull)]
+    assert pulls == [Pull(f"r{i}", 1, v(1), "a newer version is here", interrupt=True) for i in range(2)]
+    assert [c for c in scene.relay(2) if isinstance(c, Pull)] == [], "not while it loads"
+    (pull,) = [c for c in scene.beat("r1", 1) if isinstance(c, Pull)]
+    assert (pull.replica, pull.version, pull.interrupt) == ("r1", v(2), True)
+    assert [c for c in scene.tick() if isinstance(c, Pull)] == []
+
+
+def test_partial_does_not_interrupt_an_evaluation() -> None:
+    """Invariant 1 for evaluations: they are of one version under every schedule."""
+    scene = Scene(schedule="partial", max_staleness=2, eval_groups=1, eval_before_train=True)
+    scene.issued(scene.ready()[0])
+    scene.trainer(1)
+    assert [c for c in scene.relay(0, 1) if isinstance(c, Pull)] == []
+    scene.store(Finished((SampleId(0, 0),)), EvalDone(v(0)))
+    assert scene.state.replicas["r0"].pulling == v(1)
+
+
+def test_partial_keeps_replicas_full_under_the_newest_version() -> None:
+    scene = Scene(schedule="partial", groups_in_flight=2, max_staleness=2, max_outstanding_groups=9)
+    scene.issued(scene.ready()[0])
+    (grant,) = [c for c in scene.store(Finished(samples([0]))) if isinstance(c, Issue)]
+    assert (grant.num_groups, grant.version) == (1, v(0))

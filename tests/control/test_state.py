@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from laminar.control.commands import Issue, Pull
-from laminar.control.events import Dropped, Exhausted, Finished, Orphaned, ReplicaBeat, StoreEvents
+from laminar.control.commands import Adopt, Issue, Pull
+from laminar.control.events import (
+    Adopted,
+    Dropped,
+    Exhausted,
+    Finished,
+    MoveEnded,
+    Orphaned,
+    ReplicaBeat,
+    StoreEvents,
+)
 from laminar.types import SampleId, Version
 from tests.control.scene import Scene, kinds, samples, v
 
@@ -72,13 +81,70 @@ def test_news_of_the_store_counts_once() -> None:
     assert scene.state.outbox == told.last + 1 and 0 not in scene.state.live
 
 
-def test_orphans_wait_until_they_are_issued_again() -> None:
+def test_orphans_wait_until_somebody_owns_them() -> None:
     scene = Scene()
     scene.issued(granted(scene))
-    scene.store(Orphaned(samples([0]), v(0)))
-    assert not scene.state.replicas["r0"].unfinished
-    assert kinds(scene.records[-1].commands)[:1] == ["Restart"]
-    assert not scene.state.orphans, "one that is granted is not granted twice"
+    scene.store(Orphaned(samples([0]), v(0), 1))
+    replica = scene.state.replicas["r0"]
+    assert not replica.unfinished
+    assert scene.records[-1].commands[0] == Adopt("r0", 1, v(0), samples([0]), "it holds their version")
+    assert not scene.state.orphans and replica.bound, "one that is given away is not given twice"
+    scene.store(Adopted("r0", 1, v(0), samples([0])))
+    assert list(replica.unfinished) == list(samples([0])) and replica.activity == "generating" and not replica.bound
+
+
+def test_samples_that_change_hands_are_with_their_new_owner() -> None:
+    """The destination of a move is at work with the first sample that arrives; both are free when it has ended."""
+    scene = Scene(replicas=2, groups_in_flight=1, max_outstanding_groups=2)
+    first, second = scene.state.replicas["r0"], scene.state.replicas["r1"]
+    scene.relay(0)
+    scene.issued(scene.beat("r0", 0)[0])
+    first.moving_to, second.receives["r0"] = "r1", None
+    assert scene.beat("r1", 0) == [], "it is given nothing but what the move brings"
+    a, b = samples([0])
+    scene.store(Adopted("r1", 1, v(0), (a,)))
+    assert list(first.unfinished) == [b] and list(second.unfinished) == [a]
+    assert (first.activity, second.activity) == ("generating", "generating") and scene.state.owners[a] == "r1"
+    scene.store(Adopted("r1", 1, v(0), (b,)))
+    assert not first.unfinished and first.bound and second.bound
+    assert [c for c in scene.records[-1].commands if isinstance(c, Issue)] == [], "not while the move goes on"
+    scene.store(MoveEnded("r0", "r1"))
+    assert not first.bound and not second.bound and second.activity == "generating"
+    assert first.activity == "granted"
+
+
+def test_what_arrives_while_a_grant_is_open_waits_with_it() -> None:
+    scene = Scene(groups_in_flight=1)
+    command = granted(scene)
+    replica = scene.state.replicas["r0"]
+    scene.store(Adopted("r0", 1, v(0), samples([7])))
+    assert replica.activity == "granted" and list(replica.unfinished) == list(samples([7]))
+    scene.issued(command, groups=0)
+    assert replica.activity == "generating", "it has work, though the grant brought none"
+
+
+def test_what_arrives_at_an_earlier_start_is_nobodys() -> None:
+    """Protocol §4: the replica died meanwhile; the data store says next that its samples are orphans again."""
+    scene = Scene()
+    scene.ready()
+    scene.handle(ReplicaBeat("r0", 2, "idle", None, 0, node="n"))
+    scene.store(Adopted("r0", 1, v(0), samples([7])))
+    assert not scene.state.replicas["r0"].unfinished and not scene.state.owners
+    scene.store(Orphaned(samples([7]), v(0), 1))
+    assert set(scene.state.orphans) == set(samples([7]))
+
+
+def test_a_replica_that_pulls_with_work_in_hand_goes_on_with_it() -> None:
+    """Schedule `partial`: what was interrupted is still there, under the new version."""
+    scene = Scene(schedule="partial", max_staleness=2, max_outstanding_groups=1)
+    command = granted(scene)
+    scene.issued(command)
+    replica = scene.state.replicas["r0"]
+    (pull, *_) = scene.relay(1)
+    assert pull == Pull("r0", 1, v(1), "a newer version is here", interrupt=True)
+    assert replica.activity == "pulling" and list(replica.unfinished) == list(samples([0]))
+    scene.beat("r0", 1)
+    assert replica.activity == "generating" and replica.version == v(1) and replica.pulling is None
 
 
 def test_a_failed_pull_leaves_what_was_held() -> None:

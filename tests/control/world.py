@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from laminar.control.accounts import Accounts, Cut, Group
-from laminar.control.commands import Command, Complete, EndRun, GiveUpEval, Issue, Keep, Pull, Restart, address
+from laminar.control.commands import Adopt, Command, Complete, EndRun, GiveUpEval, Issue, Keep, Pull, Restart, address
 from laminar.control.events import (
     Beat,
     EvalDone,
@@ -142,7 +142,7 @@ class World:
         self._keep: tuple[Version, ...] = ()
         self.version, self._state, self._training = self.checkpoint, "starting", False
         live = tuple((g.id, g.state) for g in accounts.live())
-        orphans = tuple((s.id, s.version) for s in accounts.unfinished())
+        orphans = tuple((s.id, s.version, accounts.groups[s.id.group].deadline) for s in accounts.unfinished())
         counts = accounts.cut_groups, accounts.update, accounts.trained_version
         self._tell(Recovered(self.term, live, *counts, orphans, accounts.exhausted, tuple(self.evals_done), self._told))
         for role, id_ in [("trainer", "trainer"), ("relay", "relay"), *(("replica", r) for r in self.replicas)]:
@@ -220,6 +220,8 @@ class World:
                     self._issue(command)
                 case Restart(replica=r, incarnation=i, version=v, samples=samples):
                     self.accounts.restart(r, i, v, samples)
+                case Adopt(replica=r, incarnation=i, version=v, samples=samples):
+                    self.accounts.adopt(r, i, v, samples)
                 case GiveUpEval(version=v):
                     for group in [g for g in self.accounts.groups.values() if g.kind == "eval" and g.version == v]:
                         self.accounts.drop_group(group, "version_gone")

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from laminar.control.accounts import FIRST_EVAL
 from laminar.control.commands import Complete, GiveUpEval, Restart
 from laminar.control.events import Buffered, CutMade, CutTrained, Dropped, EvalDone, Exhausted, Fatal, Finished, Issued
 from laminar.data.store import DataStore
@@ -379,7 +380,7 @@ def test_an_evaluation_round(tmp_path: Path) -> None:
     store = evaluating(tmp_path)
     hand, other = Hand(store), Hand(store, "r1")
     work = hand.issue(2, kind="eval") + other.issue(5, kind="eval")
-    assert [w.sample for w in work] == [(0, 0), (2, 0)] and {w.kind for w in work} == {"eval"}
+    assert [w.sample for w in work] == [(FIRST_EVAL, 0), (FIRST_EVAL + 2, 0)] and {w.kind for w in work} == {"eval"}
     assert store.accounts.num_live == 0 and store.accounts.cursor == 0
     hand.finish(work[:1])
     hand.score(lambda group, index: 1.0)
@@ -492,7 +493,7 @@ def test_two_stores_of_one_run_do_not_mix(hand: Hand, tmp_path: Path, settings: 
     again = open_store(tmp_path, settings)
     assert again.term == hand.store.term + 1
     assert {s.state for s in again.accounts.unfinished()} == {"orphan"}
-    assert set(again.recovered().orphans) == {((0, 0), V0), ((0, 1), V0)}
+    assert set(again.recovered().orphans) == {((0, 0), V0, 1), ((0, 1), V0, 1)}
     late = Hand(again, "r0")
     reply = late.exchange(chunks=(chunk(work[0], 1, start=2),))
     assert reply.cancel == ((work[0].sample, 0),) and again.refused == 1
@@ -526,7 +527,7 @@ def test_a_kill_after_any_transaction_loses_and_doubles_nothing(tmp_path: Path, 
         elif step == "kill" and random.random() < 0.3:
             store = open_store(tmp_path, settings, Prompts(rows=9, epochs=1))
             hand = Hand(store, incarnation=store.term)
-            orphans = tuple(sample for sample, _ in store.recovered().orphans)
+            orphans = tuple(sample for sample, _, _ in store.recovered().orphans)
             store.apply([Restart("r0", store.term, V0, orphans, "")])
             held = hand.take()
             assert {w.sample for w in held} == set(orphans)

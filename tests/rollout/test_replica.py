@@ -107,7 +107,7 @@ class Store:
                 self.news.wait(min(report.wait_s, 0.01))
             cancel, self.cancel = tuple(self.cancel), []
             self.news.notify_all()
-            return ReplicaReply(report.sequence, tuple(self.work), cancel)
+            return ReplicaReply(report.sequence, tuple(self.work), cancel=cancel)
 
     def give(self, *work: Work) -> None:
         with self.news:

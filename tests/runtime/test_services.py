@@ -180,7 +180,7 @@ def test_an_idle_replica_waits_for_work(store: StoreService) -> None:
 
 def test_a_scorer_waits_for_a_finished_group_and_the_trainer_for_a_batch(store: StoreService) -> None:
     async def body() -> None:
-        batch = asyncio.create_task(store.next_batch(0, WITHIN_S))
+        batch = asyncio.create_task(store.next_batch(0, 0, WITHIN_S))
         groups = asyncio.create_task(store.exchange_scores(ScoreReport(1, want=4), WITHIN_S))
         hand = Hand(store.store)
         work = hand.issue(2)
@@ -207,8 +207,8 @@ def test_a_batch_that_will_never_come_is_said_at_once(tmp_path: Path) -> None:
     async def body() -> None:
         hand = Hand(service.store)
         hand.make(3)
-        assert (await service.next_batch(0, 0.0))[0] is not None
-        assert await service.next_batch(1, WITHIN_S) == (None, True)
+        assert (await service.next_batch(0, 0, 0.0))[0] is not None
+        assert await service.next_batch(1, 0, WITHIN_S) == (None, True)
 
     run(body())
     service.store.close()
@@ -244,9 +244,9 @@ def test_what_comes_after_the_stop_is_still_taken_in(store: StoreService) -> Non
     async def body() -> None:
         hand = Hand(store.store)
         hand.make(2)
-        assert (await store.next_batch(0, 0.0))[0] is not None
+        assert (await store.next_batch(0, 0, 0.0))[0] is not None
         waiting: list[Awaitable[Any]] = [
-            asyncio.create_task(store.next_batch(1, WITHIN_S)),
+            asyncio.create_task(store.next_batch(1, 0, WITHIN_S)),
             asyncio.create_task(store.exchange(ReplicaReport("r0", 1, 9, wait_s=WITHIN_S))),
             asyncio.create_task(store.exchange_scores(ScoreReport(1, want=1), WITHIN_S)),
         ]
@@ -256,7 +256,7 @@ def test_what_comes_after_the_stop_is_still_taken_in(store: StoreService) -> Non
         assert batch == (None, False) and reply.work == () and scores == ([], True)
         await store.trained(Trained(0, V1, 0))
         assert store.store.accounts.trained_version == 1
-        assert await store.next_batch(1, WITHIN_S) == (None, False), "nobody waits any more"
+        assert await store.next_batch(1, 0, WITHIN_S) == (None, False), "nobody waits any more"
 
     run(body())
 

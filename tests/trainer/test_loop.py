@@ -44,7 +44,7 @@ class World:
             raise Killed
 
     # the data store
-    def next_batch(self, update: int) -> Batch | None:
+    def next_batch(self, update: int, part: int) -> Batch | None:
         return self.make_batch(update) if update < self.num_cuts else None
 
     def trained(self, report: Trained) -> None:
@@ -206,10 +206,10 @@ def test_prefetch_asks_for_one_batch_while_one_is_trained(world: World, config: 
     next_asked = threading.Event()
     serve = world.next_batch
 
-    def next_batch(update: int) -> Batch | None:
+    def next_batch(update: int, part: int) -> Batch | None:
         asked.append(update)
         next_asked.set()
-        return serve(update)
+        return serve(update, part)
 
     def publish(version: Version, weights: Iterator[tuple[str, Tensor]], golden: Sequence[float]) -> str:
         if 0 < version.number < ITERATIONS:
@@ -238,7 +238,7 @@ def test_stop_while_waiting(world: World, config: Config, tmp_path: Path) -> Non
     stop, asked, release = threading.Event(), threading.Event(), threading.Event()
     results: list[bool] = []
 
-    def next_batch(update: int) -> Batch | None:
+    def next_batch(update: int, part: int) -> Batch | None:
         asked.set()
         release.wait(DEADLINE_S)
         return None
@@ -273,7 +273,7 @@ def test_an_empty_cut_publishes_the_same_weights(
 def test_a_failed_request_reaches_the_caller(world: World, config: Config, tmp_path: Path) -> None:
     """Fault 2: what went wrong in the background is raised, not waited for."""
 
-    def next_batch(update: int) -> Batch | None:
+    def next_batch(update: int, part: int) -> Batch | None:
         raise ConnectionError("the store is gone")
 
     world.next_batch = next_batch  # type: ignore[method-assign]
@@ -282,6 +282,6 @@ def test_a_failed_request_reaches_the_caller(world: World, config: Config, tmp_p
 
 
 def test_a_batch_out_of_order_is_refused(world: World, config: Config, tmp_path: Path) -> None:
-    world.next_batch = lambda update: world.make_batch(update + 1)  # type: ignore[method-assign]
+    world.next_batch = lambda update, part: world.make_batch(update + 1)  # type: ignore[method-assign]
     with pytest.raises(ProtocolError, match="batch 1"):
         run(world, config, tmp_path)
