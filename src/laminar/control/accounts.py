@@ -15,6 +15,7 @@ from laminar.control import ledger, staleness
 from laminar.control.events import (
     Adopted,
     Buffered,
+    CutGivenUp,
     CutMade,
     Dropped,
     EvalDone,
@@ -134,11 +135,16 @@ class Accounts:
         self.num_live = self.num_buffered = 0
         """Training groups that are `live`, and those of them that are buffered."""
         self._waits_for: frozenset[int] = frozenset()
-        """No batch can be cut before one of these groups is buffered, or any is dropped."""
+        self._num_missing = 0
+        """No batch can be cut before so many of `_waits_for` are buffered, or a group is dropped."""
         self.update = 0
         """u: the lowest batch not fully cut."""
         self.part = 0
         """The part of batch u to be cut next."""
+        self.ahead: set[int] = set()
+        """Batches after u that stand already: u was given up after they were cut."""
+        self.given_up: set[int] = set()
+        """Batches that were given up at least once: cut again, empty if nothing is left."""
         self.trained_version = 0
         self.cut_groups = 0
         """Groups in standing cuts, trained ones included."""
@@ -247,7 +253,7 @@ class Accounts:
         """The prompt pool has ended."""
         if not self.exhausted:
             self.exhausted = True
-            self._waits_for = frozenset()
+            self._num_missing = 0
             self.events.append(Exhausted())
 
     # ------------------------------------------------------------ generate
@@ -427,7 +433,7 @@ class Accounts:
             return None
         size = batch // num_parts
         empty = batch - self.part * size
-        if self._waits_for or (self.num_buffered < size and not self.exhausted):
+        if self._num_missing > 0 or (self.num_buffered < size and not self.exhausted):
             return None
         live = list(self.live())
         if self.exhausted and len(live) < empty:
@@ -437,14 +443,14 @@ class Accounts:
                 return None
             size = empty = len(live)
             num_parts = self.part + 1
-            if not live and self.part == 0:
+            if not live and self.part == 0 and self.update not in self.given_up:
                 return None
         buffered = order([g for g in live if g.state == "buffered"])
         choice = staleness.choose(
-            self.update, batch, empty, size, ((g.id, g.deadline) for g in live), [g.id for g in buffered]
+            self.update, batch, empty, size, ((g.id, g.deadline) for g in live), [g.id for g in buffered], self.ahead
         )
         if choice.groups is None:
-            self._waits_for = frozenset(choice.waits_for)
+            self._waits_for, self._num_missing = frozenset(choice.waits_for), choice.num_missing
             return None
         cut = Cut(self.update, self.part, num_parts, choice.groups)
         self.cuts[cut.update, cut.part] = cut
@@ -456,15 +462,41 @@ class Accounts:
         self.part += 1
         if self.part >= num_parts:
             self.update, self.part = self.update + 1, 0
+            while self.update in self.ahead:
+                self.ahead.remove(self.update)
+                self.update += 1
         self.events.append(CutMade(cut.update, cut.part, cut.groups, last=self.part == 0))
         return cut
+
+    def give_up_cut(self, update: int) -> bool:
+        """The trainer can't train this cut: its groups are dropped and the batch is cut again, before any later one.
+
+        A later cut that stands goes on standing. False if there is no such cut.
+        """
+        cuts = [c for c in self.cuts.values() if c.update == update]
+        if not cuts:
+            return False
+        for cut in cuts:
+            del self.cuts[cut.update, cut.part]
+            self.cut_groups -= len(cut.groups)
+            for group_id in cut.groups:
+                self.drop_group(self.groups[group_id], "trainer_error")
+        if update < self.update:
+            self.ahead.update(range(update + 1, self.update))
+            self.update = update
+        self.part = 0
+        self.given_up.add(update)
+        self._waits_for = frozenset()
+        self.events.append(CutGivenUp(update, sum(len(c.groups) for c in cuts)))
+        return True
 
     @property
     def over(self) -> bool:
         """No further batch will be cut."""
         settings = self.settings
         done = settings.iterations is not None and self.update >= settings.iterations
-        return done or (self.exhausted and self.num_live == 0 and self.part == 0)
+        ended = self.exhausted and self.num_live == 0 and self.part == 0 and self.update not in self.given_up
+        return done or ended
 
     def train(self, update: int) -> list[Group] | None:
         """Cut `update` is in the weights. The groups that were in it; None for a repeat."""
@@ -530,8 +562,10 @@ class Accounts:
         if group.kind == "train":
             self.num_live += (group.state in LIVE) - (before in LIVE)
             self.num_buffered += (group.state == "buffered") - (before == "buffered")
-            if group.state == "dropped" or (group.state == "buffered" and group.id in self._waits_for):
-                self._waits_for = frozenset()
+            if group.state == "dropped":
+                self._num_missing = 0
+            elif group.state == "buffered" and group.id in self._waits_for:
+                self._num_missing -= 1
         self.touched.add(group.id)
 
     def _drop_sample(self, sample: Sample, reason: str) -> None:

@@ -96,6 +96,14 @@ class GiveUpEval:
 
 
 @dataclass(frozen=True, slots=True)
+class GiveUpCut:
+    """The trainer has died twice on this batch: drop its groups and cut it again."""
+
+    update: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Complete:
     """The run is over as planned: account for what is left."""
 
@@ -176,6 +184,7 @@ Command = (
     | CancelMove
     | Orphan
     | GiveUpEval
+    | GiveUpCut
     | Complete
     | Keep
     | Links
@@ -199,7 +208,7 @@ def address(command: Command) -> tuple[str, str]:
     match command:
         case Pull():
             return "replica", command.replica
-        case Issue() | Restart() | Adopt() | Move() | CancelMove() | Orphan() | GiveUpEval() | Complete():
+        case Issue() | Restart() | Adopt() | Move() | CancelMove() | Orphan() | GiveUpEval() | GiveUpCut() | Complete():
             return "datastore", "datastore"
         case Keep() | Links():
             return "relay", command.relay

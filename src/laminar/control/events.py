@@ -116,6 +116,14 @@ class CutMade:
 
 
 @dataclass(frozen=True, slots=True)
+class CutGivenUp:
+    """The trainer failed on this cut for good: its groups are dropped, and the batch is cut again."""
+
+    update: int
+    num_groups: int
+
+
+@dataclass(frozen=True, slots=True)
 class CutTrained:
     update: int
 
@@ -160,6 +168,7 @@ StoreEvent = (
     | Finished
     | Buffered
     | CutMade
+    | CutGivenUp
     | CutTrained
     | Dropped
     | Orphaned

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from laminar.control import ledger
-from laminar.control.commands import Adopt, Command, Orphan, Pull, Replace, Restart
+from laminar.control.commands import Adopt, Command, GiveUpCut, Orphan, Pull, Replace, Restart
 from laminar.control.state import Process, Replica, State
 from laminar.types import SampleId, Version
 
@@ -32,6 +32,8 @@ def died(state: State, process: Process, cause: str) -> Iterator[Command]:
         held = f"; it held {len(replica.unfinished)} unfinished samples"
         forget_plans(state, replica)
         yield Orphan(replica.id, process.incarnation, cause)
+    if process.role == "trainer" and (command := _give_up_cut(state)):
+        yield command
     if state.deaths[key] <= settings.max_restarts:
         process.state = ledger.step(ledger.PROCESS, process.state, "replace", key)
         process.incarnation += 1
@@ -43,6 +45,17 @@ def died(state: State, process: Process, cause: str) -> Iterator[Command]:
     others = [p for p in state.processes.values() if p.role == "replica" and p.state != "given up"]
     if process.role != "replica" or not others:
         state.fatal = state.fatal or f"{line}, {settings.max_restarts} restarts did not help"
+
+
+def _give_up_cut(state: State) -> Command | None:
+    """A batch on which the trainer dies twice is the batch's fault."""
+    update = state.trained
+    state.trainer_deaths[update] = state.trainer_deaths.get(update, 0) + 1
+    newest = state.trainer.version
+    published = newest is not None and newest.number > update
+    if state.trainer_deaths[update] == 2 and update < state.update and not published:
+        return GiveUpCut(update, "the trainer died on it twice")
+    return None
 
 
 def forget_plans(state: State, replica: Replica) -> None:

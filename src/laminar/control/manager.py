@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from laminar.control import failover, ledger, liveness, moves, schedule
-from laminar.control.commands import Command, Complete, EndRun, Keep, Stop
+from laminar.control import chain, failover, ledger, liveness, moves, schedule
+from laminar.control.commands import Command, Complete, EndRun, Keep, Links, Stop
 from laminar.control.events import (
     Beat,
     DrainRequested,
@@ -60,6 +60,7 @@ class Manager:
         commands += self.schedule.plan(self.state)
         commands += self._move(now)
         commands += self._keep()
+        commands += self._link()
         return commands
 
     def take_notes(self) -> list[str]:
@@ -173,6 +174,24 @@ class Manager:
             yield from moves.repack(state)
 
     # ------------------------------------------------------------ relays
+
+    def _link(self) -> Iterator[Command]:
+        """Tell relays whose neighbours have changed. Those that are there are in the chain, the trainer's first."""
+        state = self.state
+        present = [
+            i for i in sorted(state.relays) if state.processes["relay", i].state in ("starting", "alive", "suspect")
+        ]
+        for relay in [r for r in state.chain.order if r not in present and r != state.chain.master]:
+            state.chain = chain.leave(state.chain, relay)
+        for relay in [r for r in present if r not in state.chain.order]:
+            state.chain = chain.join(state.chain, relay)
+        if len(state.chain.order) < 2:
+            return
+        for link in chain.links(state.chain):
+            known = state.links.get(link.relay)
+            if known is None or (known.upstream, known.downstream) != (link.upstream, link.downstream):
+                state.links[link.relay] = link
+                yield Links(link.relay, link.upstream, link.downstream, link.epoch)
 
     def _keep(self) -> Iterator[Command]:
         """Old versions worth a slot: those that trajectories or evaluations still live under."""

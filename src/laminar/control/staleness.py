@@ -14,7 +14,7 @@ stuck.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from laminar.types import Settings
@@ -37,27 +37,39 @@ def room(settings: Settings, version: int, live: int, cut: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`groups` to cut, or None and the ids of live groups that have to finish first."""
+    """`groups` to cut, or None and the ids of live groups of which some have to finish first."""
 
     groups: tuple[int, ...] | None
     waits_for: tuple[int, ...] = ()
+    num_missing: int = 0
+    """So many of them at least."""
 
 
 def choose(
-    update: int, batch: int, empty: int, size: int, live: Iterable[tuple[int, int | None]], candidates: Sequence[int]
+    update: int,
+    batch: int,
+    empty: int,
+    size: int,
+    live: Iterable[tuple[int, int | None]],
+    candidates: Sequence[int],
+    full: Collection[int] = (),
 ) -> Choice:
     """Pick `size` of `candidates` for batch `update`, which has `empty` of its `batch` places left.
 
     `live` holds (group, deadline) of every live group, `candidates` the buffered ones in the order that the sampler
-    prefers. The first candidates are taken but where that would leave a deadline that can't be met.
+    prefers, `full` later batches that stand already (batch `update` was given up after them). The first candidates
+    are taken but where that would leave a deadline that can't be met.
     """
     deadlines = {group: due for group, due in live if due is not None}
     horizon = max(deadlines.values(), default=update)
     ordered = sorted(deadlines.values())
     # how many live groups with deadline <= h have to go now; the sets are nested, so picking greedily is exact
-    open_must = {
-        h: max(0, bisect_right(ordered, h) - (empty - size) - (h - update) * batch) for h in range(update, horizon + 1)
-    }
+    open_must = {}
+    later = 0
+    """places in batches after `update` and up to h"""
+    for h in range(update, horizon + 1):
+        later += batch if h > update and h not in full else 0
+        open_must[h] = max(0, bisect_right(ordered, h) - (empty - size) - later)
     picked: list[int] = []
     for group in candidates:
         if len(picked) == size:
@@ -76,5 +88,6 @@ def choose(
         return Choice(tuple(picked))
     buffered = set(candidates)
     limit = max(unmet, default=None)
+    missing = size - len(picked) if limit is None else open_must[limit]
     waits = (g for g, due in deadlines.items() if g not in buffered and (limit is None or due <= limit))
-    return Choice(None, tuple(sorted(waits)))
+    return Choice(None, tuple(sorted(waits)), missing)

@@ -8,9 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from laminar.control import ledger, staleness
+from laminar.control.chain import Chain, Link
 from laminar.control.events import (
     Adopted,
     Buffered,
+    CutGivenUp,
     CutMade,
     CutTrained,
     Dropped,
@@ -120,10 +122,15 @@ class State:
         """Training groups issued, not dropped, not cut: group -> `issued` or `buffered`."""
         self.owners: dict[SampleId, str] = {}
         self.orphans: dict[SampleId, Orphan] = {}
+        self.trainer_deaths: dict[int, int] = {}
+        """Deaths of the trainer by the batch that it was on."""
         self.deaths: dict[tuple[str, str], int] = {}
         """Deaths of each process so far."""
         self.wanted_replicas: int | None = None
         """Set by scaling; None = as started."""
+        self.chain = Chain()
+        self.links: dict[str, Link] = {}
+        """What each relay was last told of its neighbours."""
         self.cut_groups = 0
         self.update = 0
         self.trained = 0
@@ -264,7 +271,9 @@ class State:
                 for group in event.groups:
                     self.live.pop(group, None)
                 self.cut_groups += len(event.groups)
-                self.update = event.update + int(event.last)
+                self.update = max(self.update, event.update + int(event.last))
+            case CutGivenUp():
+                self.cut_groups -= event.num_groups
             case CutTrained():
                 self.trained = max(self.trained, event.update + 1)
             case Dropped():

@@ -121,6 +121,7 @@ def save_counters(db: sqlite3.Connection, accounts: Accounts) -> None:
     """What no row tells: the prompt cursor, the next ids, the place of the next cut. They never go back."""
     counters = {name: getattr(accounts, name) for name in COUNTERS}
     counters["exhausted"] = int(accounts.exhausted)
+    counters["ahead"], counters["given_up"] = sorted(accounts.ahead), sorted(accounts.given_up)
     set_meta(db, "counters", json.dumps(counters))
 
 
@@ -134,6 +135,7 @@ def load_accounts(db: sqlite3.Connection, settings: Settings) -> Accounts:
     for name in COUNTERS:
         setattr(accounts, name, counters.get(name, getattr(accounts, name)))
     accounts.exhausted = bool(counters.get("exhausted", 0))
+    accounts.ahead, accounts.given_up = set(counters.get("ahead", ())), set(counters.get("given_up", ()))
     marks = ", ".join("?" * len(TERMINAL))
     terminal = sorted(TERMINAL)
     for row in db.execute(

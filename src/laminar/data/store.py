@@ -25,6 +25,7 @@ from laminar.control.commands import (
     CancelMove,
     Command,
     Complete,
+    GiveUpCut,
     GiveUpEval,
     Issue,
     Move,
@@ -215,6 +216,9 @@ class DataStore:
                         self.accounts.orphan_all(replica, incarnation)
                     case GiveUpEval(version=version):
                         self._give_up_eval(version)
+                    case GiveUpCut(update):
+                        if self.accounts.give_up_cut(update):
+                            self.db.execute("DELETE FROM cuts WHERE batch = ?", (update,))
                     case Complete():
                         self.accounts.complete()
 
@@ -341,9 +345,9 @@ class DataStore:
 
         Raises ProtocolError for a batch beyond the cuts, or one that a reported checkpoint holds.
         """
-        if update > self.accounts.update:
-            raise ProtocolError(f"batch {update} was asked for, but {self.accounts.update} is the next to be cut")
         cut = self._standing_cut(update, part)
+        if cut is None and update > self.accounts.update:
+            raise ProtocolError(f"batch {update} was asked for, but {self.accounts.update} is the next to be cut")
         if cut is None and (update, part) == (self.accounts.update, self.accounts.part):
             with self._transaction(durable=True):
                 cut = self.accounts.cut_next(self.order)
