@@ -24,10 +24,10 @@ from laminar.control.events import (
     TrainerBeat,
 )
 from laminar.control.manager import Record, is_news, replay
+from laminar.sim.world import World
 from laminar.types import SampleId
 from tests.control.plans import make_settings, random_plan
 from tests.control.scene import Scene, kinds, samples, v
-from tests.control.world import World
 
 ROOT = Path(__file__).resolve().parents[2]
 STOPS = [("replica", "*"), ("trainer", "*"), ("relay", "*"), ("datastore", "*")]
@@ -258,8 +258,8 @@ def test_what_is_news(last: object, beat: object, news: bool) -> None:
 
 def world_with_restarts() -> World:
     plan = next(p for p in map(random_plan, range(1000)) if len(p.restarts) == 2 and p.settings.eval_groups)
-    world = World(plan)
-    world.run()
+    world = World(plan, record=True)
+    world.run(until=3000)
     return world
 
 

@@ -10,44 +10,58 @@ import pytest
 from laminar.control.events import CutTrained, Recovered, StoreEvents
 from laminar.control.ledger import TERMINAL
 from laminar.control.manager import replay
-from tests.control.plans import make_settings, random_plan
-from tests.control.world import Plan, World, dropped
+from laminar.sim.plan import Chances, Plan
+from laminar.sim.world import World
+from tests.control.plans import batches, dropped, make_plan, make_settings, max_staleness, random_plan
 
 SEEDS = range(320)
 
 
 def finished(plan: Plan) -> World:
     """A world that has run to its end, with all that must hold of any run checked."""
-    world = World(plan)
-    assert world.run().outcome == "completed"
-    settings, groups = plan.settings, world.groups.values()
+    world = World(plan, record=True)
+    world.after_commit.append(lambda: ledger_closes(world))
+    end = world.run(until=3000)
+    assert end.outcome == "completed", end.message
+    settings, store = plan.settings, world.store
+    groups = store.groups.values()
 
     # invariant 2: every group and sample is accounted for, every group is in at most one cut, a cut is trained once
     assert all(g.state in TERMINAL and all(s.state in TERMINAL for s in g.samples) for g in groups)
     draws = sorted(g.cursor for g in groups if g.kind == "train")
-    assert draws == list(range(world.accounts.cursor))
-    cut = [g for c in world.cuts.values() for g in c.groups]
-    assert len(cut) == len(set(cut)) and sorted(cut) == sorted(world.trained)
+    assert draws == list(range(store.accounts.cursor))
+    cut = [g for c in store.cuts.values() for g in c.groups]
+    assert len(cut) == len(set(cut))
     assert sorted(cut) == sorted(g.id for g in groups if g.kind == "train" and g.state == "trained")
-    assert dropped(world) == world.accounts.dropped
+    assert sorted(i.update for i in store.iterations) == sorted({update for update, _ in store.cuts})
+    trained = sum(len(store.groups[g].members("trained")) for g in cut)
+    assert sum(i.num_samples for i in store.iterations) == trained
+    assert dropped(world) == store.accounts.dropped
 
     # invariant 7: age at use is bounded
     if settings.max_staleness is not None:
-        assert world.max_staleness <= settings.max_staleness
+        assert max_staleness(world) <= settings.max_staleness
 
     # the run is as long as it was asked to be, unless the prompts ended
-    assert sorted(world.cuts) == list(range(len(world.cuts)))
-    sizes = [len(world.cuts[u].groups) for u in sorted(world.cuts)]
-    if plan.prompts is None or not world.accounts.exhausted:
+    assert sorted({update for update, _ in store.cuts}) == list(range(len(batches(world))))
+    sizes = [len(batch) for batch in batches(world)]
+    if plan.prompts is None or not store.accounts.exhausted:
         assert sizes == [settings.groups_per_batch] * (settings.iterations or 0)
     else:
         assert all(size == settings.groups_per_batch for size in sizes[:-1])
         assert sizes[-1:] == [settings.groups_per_batch] * len(sizes[-1:]) or settings.last_batch == "train"
-    assert world.accounts.num_live == 0
+    assert store.accounts.num_live == 0
 
     # invariant 11
-    assert list(replay(settings, world.records)) == []
+    assert list(replay(settings, world.records or [])) == []
     return world
+
+
+def ledger_closes(world: World) -> None:
+    """Invariant 2, after every transaction."""
+    store = world.store
+    assert sum(g.kind == "train" for g in store.groups.values()) == store.accounts.cursor
+    assert {g.id for g in store.groups.values() if g.state not in TERMINAL} == set(store.accounts.groups)
 
 
 @pytest.mark.parametrize("seeds", [SEEDS[i::16] for i in range(16)], ids=lambda seeds: f"from {seeds[0]}")
@@ -65,11 +79,11 @@ def test_staleness_0_trains_the_batches_of_sync(seed: int) -> None:
     """Invariant 8, at the level of ids: the same draws in the same batches, whatever the timing. Fault 31."""
     plan = replace(random_plan(seed), restarts=())
     settings = replace(plan.settings, max_staleness=0, max_outstanding_groups=plan.settings.groups_per_batch)
-    batches = [
-        finished(replace(plan, settings=replace(settings, schedule=schedule), prefetch=prefetch)).batches()
+    found = [
+        batches(finished(replace(plan, settings=replace(settings, schedule=schedule), prefetch=prefetch)))
         for schedule, prefetch in (("sync", False), ("laminar", False), ("laminar", True))
     ]
-    assert batches[0] == batches[1] == batches[2]
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize("k", [0, 1, 2, 4, None])
@@ -84,11 +98,11 @@ def test_every_bound_makes_progress(k: int | None, batch: int, size: int) -> Non
         min_group_size=min(2, size),
         max_outstanding_groups=batch * (3 if k is None else k + 1),
     )
-    world = finished(Plan(settings, seed=1))
+    world = finished(make_plan(settings, seed=1))
     assert not dropped(world)
-    assert world.accounts.cursor == 6 * batch
+    assert world.store.accounts.cursor == 6 * batch
     if k == 0:
-        assert world.max_staleness == 0
+        assert max_staleness(world) == 0
 
 
 def test_a_filter_that_drops_nine_tenths_leaves_the_target_constant() -> None:
@@ -96,19 +110,16 @@ def test_a_filter_that_drops_nine_tenths_leaves_the_target_constant() -> None:
     settings = make_settings(
         iterations=50, drop_zero_variance=True, max_staleness=4, max_outstanding_groups=6, groups_in_flight=3
     )
-    plan = Plan(settings, seed=3, zero_variance=0.9)
-    world = World(plan)
+    world = World(make_plan(settings, seed=3, chances=Chances(zero_variance=0.9)))
     most: Counter[int] = Counter()
-    commit = world._commit
 
-    def watched() -> None:
-        commit()
-        live = world.accounts.num_live
+    def watch() -> None:
+        live = world.store.accounts.num_live
         assert live <= 6
-        tenth = world.accounts.update // 10
+        tenth = world.store.accounts.update // 10
         most[tenth] = max(most[tenth], live)
 
-    world._commit = watched  # type: ignore[method-assign]
+    world.after_commit.append(watch)
     assert world.run(until=20_000).outcome == "completed"
     assert dropped(world)["zero_variance"] > 5 * 100
     assert [most[tenth] for tenth in range(5)] == [6] * 5
@@ -127,20 +138,20 @@ def test_prompts_that_end_first(schedule: str, last_batch: str, prompts: int) ->
         eval_groups=3,
         eval_after_train=True,
     )
-    world = finished(Plan(settings, prompts=prompts, replicas=3))
+    world = finished(make_plan(settings, prompts=prompts, replicas=3))
     full, left = divmod(prompts, 2)
     trained = full + (left if last_batch == "train" else 0)
-    assert len(world.cuts) == trained
+    assert len(world.store.cuts) == trained
     assert dropped(world) == ({"data_exhausted": 2} if left and last_batch == "drop" else {})
-    assert [v.number for v in world.evals_done] == [trained]
+    assert [v.number for v in world.store.evals_done] == [trained]
 
 
 def test_an_evaluation_of_every_version_is_done_or_given_up() -> None:
     settings = make_settings(iterations=6, eval_groups=4, eval_every=1, eval_before_train=True, max_staleness=2)
-    world = finished(Plan(settings, seed=5, replicas=3))
-    done = {v.number for v in world.evals_done}
-    gone = {g.version.number for g in world.groups.values() if g.kind == "eval" and g.reason == "version_gone"}
-    given_up = {v.number for v in world.manager.state.evaluations} - done
+    world = finished(make_plan(settings, seed=5, replicas=3))
+    done = {v.number for v in world.store.evals_done}
+    gone = {g.version.number for g in world.store.groups.values() if g.kind == "eval" and g.reason == "version_gone"}
+    given_up = {v.number for v in world.manager.manager.state.evaluations} - done
     assert done | given_up == set(range(7)) and gone <= given_up
     assert 6 in done
 
@@ -148,15 +159,15 @@ def test_an_evaluation_of_every_version_is_done_or_given_up() -> None:
 def test_a_restart_at_any_moment_trains_every_batch_once() -> None:
     """Invariants 2 and 12; faults 12, 28, 29: the draws that are trained are those of the uninterrupted run."""
     settings = make_settings(iterations=4, max_staleness=2, max_outstanding_groups=6)
-    plain = finished(Plan(settings, seed=7))
-    length = plain.now
+    length = finished(make_plan(settings, seed=7)).kernel.now
     for step in range(40):
-        world = finished(Plan(settings, seed=7, restarts=(length * step / 40,), checkpoint_every=1 + step % 3))
-        assert [len(b) for b in world.batches()] == [2] * 4
-        assert sorted(d for b in world.batches() for d in b) == list(range(8))
+        world = finished(make_plan(settings, seed=7, restarts=(length * step / 40,), checkpoint_every=1 + step % 3))
+        assert [len(b) for b in batches(world)] == [2] * 4
+        assert sorted(d for b in batches(world) for d in b) == list(range(8))
         assert world.term == 2
-        recovered = [r.event for r in world.records if isinstance(r.event, Recovered)]
+        records = world.records or []
+        recovered = [r.event for r in records if isinstance(r.event, Recovered)]
         assert recovered[1].trained <= recovered[1].update <= recovered[1].trained + 2
-        told = [e.update for r in world.records if isinstance(r.event, StoreEvents) for e in r.event.events
+        told = [e.update for r in records if isinstance(r.event, StoreEvents) for e in r.event.events
                 if isinstance(e, CutTrained)]  # fmt: skip
         assert set(told) <= set(range(4))

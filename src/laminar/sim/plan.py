@@ -73,6 +73,10 @@ class Plan:
     chances: Chances = field(default_factory=Chances)
     restarts: tuple[float, ...] = ()
     """When everything is killed and begun again."""
+    notice_s: float = 0.1
+    """From a death to the manager's knowledge of it, by the driver."""
+    start_s: float = 2.0
+    """From the wish for a process to its first words."""
 
     def node(self, replica: int) -> str:
         """Machine of a replica."""

@@ -19,11 +19,13 @@ class Relay(Process[RelayBeat]):
 
     role = "relay"
 
-    def __init__(self, world: World, id_: str, incarnation: int, node: str, broadcast_s: float) -> None:
-        """`broadcast_s`: from a publish until the version is here."""
+    def __init__(
+        self, world: World, id_: str, incarnation: int, node: str, broadcast_s: float, slots: tuple[Version, ...]
+    ) -> None:
+        """`broadcast_s`: from a publish until the version is here; `slots`: what the last incarnation left there."""
         super().__init__(world, id_, incarnation)
         self.node = node
-        self.whole: tuple[Version, ...] = ()
+        self.whole = slots
         """Oldest first"""
         self.from_trainer = world.link(broadcast_s)
         self._keep: tuple[Version, ...] = ()

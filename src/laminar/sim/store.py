@@ -16,6 +16,7 @@ from laminar.control.commands import (
     CancelMove,
     Command,
     Complete,
+    GiveUpCut,
     GiveUpEval,
     Issue,
     Move,
@@ -30,6 +31,7 @@ from laminar.timing import keyed_uniform
 from laminar.types import SampleId, Version
 
 if TYPE_CHECKING:
+    from laminar.sim.trainer import Trainer
     from laminar.sim.world import World
 
 
@@ -65,6 +67,12 @@ class Store:
         self._acknowledged = 0
         """Number of the last outbox row that is gone."""
 
+    def hand_all(self) -> None:
+        """A new scorer: what the last one had is handed out again."""
+        self._handed.clear()
+        for group in self.accounts.unscored():
+            self._hand(group)
+
     def begin(self) -> None:
         """Start: nobody owns anything, and nothing is on its way."""
         accounts = self.accounts
@@ -77,16 +85,15 @@ class Store:
         accounts.eval_rounds.clear()
         self._handed: set[int] = set()
         """Groups that the scorer has."""
-        self._wanted: tuple[int, int] | None = None
-        """The part of a batch that the trainer waits for."""
+        self._wanted: tuple[int, int, Trainer] | None = None
+        """The part of a batch that is waited for, and by whom."""
         self._telling = False
         self.from_manager = self._world.link(self._world.plan.delays.beat_s)
         self._to_manager = self._world.link(self._world.plan.delays.poll_s)
         self._write()
         self._acknowledged += len(self._rows)
         self._rows = []
-        for group in accounts.unscored():
-            self._hand(group)
+        self.hand_all()
 
     def recovered(self, term: int) -> Recovered:
         """The counts with which a manager begins its term."""
@@ -176,6 +183,9 @@ class Store:
             case GiveUpEval(version=v):
                 for group in [g for g in accounts.groups.values() if g.kind == "eval" and g.version == v]:
                     accounts.drop_group(group, "version_gone")
+            case GiveUpCut(update=u):
+                if accounts.give_up_cut(u):
+                    self.cuts = {key: cut for key, cut in self.cuts.items() if key[0] != u}
             case Complete():
                 accounts.complete()
             case Stop():
@@ -254,25 +264,26 @@ class Store:
 
     # ------------------------------------------------------------ trainer
 
-    def want(self, update: int, part: int) -> None:
+    def want(self, update: int, part: int, trainer: Trainer) -> None:
         """The trainer asks for a part of a batch; it comes as soon as it is cut."""
-        if update > self.accounts.update:
-            raise ProtocolError(f"batch {update} was asked for, but {self.accounts.update} is the next to be cut")
-        self._wanted = update, part
-        self._cut()
+        if trainer.alive:
+            self._wanted = update, part, trainer
+            self._cut()
 
     def _cut(self) -> None:
         """Answer the trainer if there is an answer."""
-        accounts, key = self.accounts, self._wanted
-        if key is None:
+        accounts = self.accounts
+        if self._wanted is None:
             return
+        update, part, trainer = self._wanted
+        key = update, part
         cut = self.cuts.get(key)
         if cut is None and key == (accounts.update, accounts.part):
             cut = accounts.cut_next(self._order)
             if cut is not None:
                 self.cuts[key] = cut
-        if cut is not None or (key[0] >= accounts.update and accounts.over):
-            self._wanted, trainer = None, self._world.trainer
+        if cut is not None or (update >= accounts.update and accounts.over):
+            self._wanted = None
             trainer.from_store.send(lambda: trainer.receive(cut))
         if accounts.events:
             self._commit()

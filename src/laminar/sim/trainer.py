@@ -52,7 +52,7 @@ class Trainer(Process[TrainerBeat]):
 
     def _request(self, update: int, part: int) -> None:
         if update != self.world.settings.iterations:
-            self._to_store.send(lambda: self.world.store.want(update, part))
+            self._to_store.send(lambda: self.world.store.want(update, part, self))
         else:
             self._waiting.append(None)
 

@@ -17,7 +17,7 @@ from typing import Any
 from laminar.control.commands import EndRun, Remove, Replace
 from laminar.control.events import ProcessEnded, ProcessStarted
 from laminar.control.manager import Record, waiting_for
-from laminar.errors import RunFailed
+from laminar.errors import ProtocolError, RunFailed
 from laminar.sim.kernel import Kernel
 from laminar.sim.links import Link
 from laminar.sim.manager import ManagerProcess
@@ -99,15 +99,10 @@ class World:
         self.scorer = Scorer(self)
         self.store.begin()
         self.manager = ManagerProcess(self, self.store.recovered(term))
-        nodes = dict.fromkeys(["node-0", *(plan.node(i) for i in range(plan.replicas))])
-        for position, node in enumerate(nodes):
-            broadcast_s = 0.0 if plan.colocated else plan.profile.broadcast_s(position + 1)
-            self.relays[node] = Relay(self, f"relay-{position}", term, node, broadcast_s)
+        self._start("trainer", "trainer", term)
+        self._start("relay", "relay-0", term)
         for i in range(plan.replicas):
-            self.replicas[f"replica-{i}"] = Replica(self, f"replica-{i}", term, plan.node(i))
-        self.trainer = Trainer(self, term, self.checkpoint)
-        for process in self.processes():
-            self.manager.handle(ProcessStarted(process.role, process.id, process.incarnation))
+            self._start("replica", f"replica-{i}", term)
 
     # ------------------------------------------------------------ who is there
 
@@ -170,10 +165,52 @@ class World:
             self.manager.manager.state.num_moves,
         )
 
+    # ------------------------------------------------------------ the driver
+
+    def kill(self, role: str, id_: str, cause: str = "killed") -> None:
+        """A process dies; the driver sees it and tells the manager."""
+        process = self.process(role, id_)
+        if process is not None:
+            process.kill()
+            self.kernel.after(self.plan.notice_s, lambda: self.ended(role, id_, process.incarnation, cause))
+
     def ended(self, role: str, id_: str, incarnation: int, cause: str | None) -> None:
-        """The driver tells the manager that a process has ended."""
+        """The driver tells the manager that a process has ended; without a cause, in order."""
         self.manager.handle(ProcessEnded(role, id_, incarnation, cause))
 
     def obey(self, command: Replace | Remove) -> None:
-        """The driver starts and stops processes."""
-        raise NotImplementedError(command)
+        """Start a process, once its last incarnation is gone for certain; or let one go."""
+        process = self.process(command.role, command.id)
+        if process is not None:
+            process.kill()
+        match command:
+            case Replace(role=role, id=id_, incarnation=incarnation):
+                self.kernel.after(self.plan.start_s, lambda: self._start(role, id_, incarnation))
+            case Remove():
+                self.ended(command.role, command.id, process.incarnation if process else 0, None)
+
+    def _start(self, role: str, id_: str, incarnation: int) -> None:
+        self.manager.handle(ProcessStarted(role, id_, incarnation))
+        number = int(id_.rpartition("-")[2]) if role in ("replica", "relay") else 0
+        match role:
+            case "replica":
+                node = self.plan.node(number)
+                if node not in self.relays:
+                    self._start("relay", node.replace("node", "relay"), self.term)
+                if id_ in self.replicas:
+                    self._retired.append(self.replicas[id_])
+                self.replicas[id_] = Replica(self, id_, incarnation, node)
+            case "relay":
+                broadcast_s = 0.0 if self.plan.colocated else self.plan.profile.broadcast_s(number + 1)
+                node = f"node-{number}"
+                slots = self.relays[node].whole if node in self.relays else ()
+                relay = self.relays[node] = Relay(self, id_, incarnation, node, broadcast_s, slots)
+                if not slots and (newest := self.relays["node-0"].whole[-1:]):  # the chain has it already
+                    relay.from_trainer.send(lambda: relay.receive(*newest))
+            case "trainer":
+                self.trainer = Trainer(self, incarnation, self.checkpoint)
+            case "scorer":
+                self.scorer = Scorer(self)
+                self.store.hand_all()
+            case other:
+                raise ProtocolError(f"{other} can't be replaced")
