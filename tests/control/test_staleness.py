@@ -56,11 +56,11 @@ def test_room(
         (4, 2, 2, {1: 9, 2: 9, 3: 5, 4: 5, 5: 5}, [1, 2, 3, 4, 5], Choice((1, 3))),
         (4, 2, 2, {1: 9, 2: 9, 3: 5, 4: 5, 5: 5, 6: 5}, [1, 2, 3, 4, 5, 6], Choice((3, 4))),
         # what must go is not finished: wait for it, whatever else is there
-        (4, 2, 2, {1: 9, 2: 9, 3: 4}, [1, 2], Choice(None, (3,))),
-        (4, 2, 2, {1: 9, 2: 9, 3: 4, 7: 9}, [1, 2], Choice(None, (3,))),
+        (4, 2, 2, {1: 9, 2: 9, 3: 4}, [1, 2], Choice(None, (3,), 1)),
+        (4, 2, 2, {1: 9, 2: 9, 3: 4, 7: 9}, [1, 2], Choice(None, (3,), 1)),
         # too few, nothing due: anything will do
-        (4, 2, 2, {1: 9, 2: 9}, [1], Choice(None, (2,))),
-        (0, 2, 2, {}, [], Choice(None)),
+        (4, 2, 2, {1: 9, 2: 9}, [1], Choice(None, (2,), 0)),
+        (0, 2, 2, {}, [], Choice(None, (), 0)),
         # a part of a batch: the other places of the batch are still empty
         (4, 4, 2, {1: 9, 2: 9, 3: 4}, [1, 2, 3], Choice((1, 2))),
         (4, 2, 2, {1: 9, 3: 4}, [1, 3], Choice((1, 3))),

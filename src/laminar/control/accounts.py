@@ -311,7 +311,7 @@ class Accounts:
         """The owner is gone: whatever it still says is refused from here on."""
         self._sample_step(sample, "orphan")
         sample.owner, sample.owner_epoch = None, sample.owner_epoch + 1
-        self.events.append(Orphaned((sample.id,), sample.version, self.groups[sample.id.group].deadline))
+        self.events.append(Orphaned((sample.id,), sample.last_version, self.groups[sample.id.group].deadline))
 
     def orphan_all(self, replica: str, incarnation: int) -> None:
         """This incarnation of a replica is dead; moves from it and to it end."""
@@ -324,15 +324,15 @@ class Accounts:
     def adopt(self, replica: str, incarnation: int, version: Version, samples: Iterable[SampleId]) -> list[Sample]:
         """Give orphans to a replica that goes on from their tokens: one that holds their version.
 
-        Under `partial`, where a trajectory has several versions, one that holds none older than its last.
+        Under `partial`, where a training trajectory has several versions, one that holds none older than its last.
         """
-        partial = self.settings.schedule == "partial"
         adopted = []
         for sample_id in samples:
             s = self.sample(sample_id)
             if s is None or s.state != "orphan":
                 continue
-            if s.version == version or (partial and version >= s.last_version):
+            partial = self.settings.schedule == "partial" and sample_id.group < FIRST_EVAL
+            if version >= s.last_version if partial else version == s.version:
                 self._give(s, "adopt", replica, incarnation)
                 adopted.append(s)
         self.events.append(Adopted(replica, incarnation, version, tuple(s.id for s in adopted)))
@@ -385,11 +385,17 @@ class Accounts:
             self.events.append(MoveEnded(order.source, order.destination))
 
     def restart(self, replica: str, incarnation: int, version: Version, samples: Iterable[SampleId]) -> list[Sample]:
-        """Begin orphans anew, from the prompt, under a version not older than theirs. The group keeps its deadline."""
+        """Begin orphans anew, from the prompt, under a version not older than theirs. The group keeps its deadline.
+
+        An evaluation is of one version: what can't go on under it is dropped.
+        """
         restarted = []
         for sample_id in samples:
             s = self.sample(sample_id)
             if s is None or s.state != "orphan" or version.number < s.version.number:
+                continue
+            if sample_id.group >= FIRST_EVAL and version != s.version:
+                self.drop_group(self.groups[sample_id.group], "version_gone")
                 continue
             self._sample_step(s, "restart")
             s.attempt += 1
@@ -440,7 +446,7 @@ class Accounts:
             if settings.last_batch == "drop":
                 for group in live:
                     self.drop_group(group, "data_exhausted")
-                return None
+                live = []
             size = empty = len(live)
             num_parts = self.part + 1
             if not live and self.part == 0 and self.update not in self.given_up:
@@ -450,7 +456,8 @@ class Accounts:
             self.update, batch, empty, size, ((g.id, g.deadline) for g in live), [g.id for g in buffered], self.ahead
         )
         if choice.groups is None:
-            self._waits_for, self._num_missing = frozenset(choice.waits_for), choice.num_missing
+            self._waits_for = frozenset(choice.waits_for)
+            self._num_missing = choice.num_missing if self._waits_for else 0
             return None
         cut = Cut(self.update, self.part, num_parts, choice.groups)
         self.cuts[cut.update, cut.part] = cut
@@ -486,7 +493,7 @@ class Accounts:
             self.update = update
         self.part = 0
         self.given_up.add(update)
-        self._waits_for = frozenset()
+        self._num_missing = 0
         self.events.append(CutGivenUp(update, sum(len(c.groups) for c in cuts)))
         return True
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from laminar.control import ledger
+from laminar.control.accounts import FIRST_EVAL
 from laminar.control.commands import Adopt, Command, GiveUpCut, Orphan, Pull, Replace, Restart
 from laminar.control.state import Process, Replica, State
 from laminar.types import SampleId, Version
@@ -67,8 +68,8 @@ def forget_plans(state: State, replica: Replica) -> None:
 
 def adopt_orphans(state: State) -> Iterator[Command]:
     """Give orphans to replicas that hold their version, or have an empty one load it."""
-    for version, samples in _by_version(state):
-        holders = [r for r in state.alive() if _may_adopt(state, r, version)]
+    for (version, is_eval), samples in _by_version(state):
+        holders = [r for r in state.alive() if _may_adopt(state, r, version, is_eval)]
         if holders:
             holder = min(holders, key=lambda r: (len(r.unfinished), r.id))
             for sample in samples:
@@ -76,7 +77,7 @@ def adopt_orphans(state: State) -> Iterator[Command]:
             holder.receives[ORPHANS] = None
             assert holder.version is not None
             yield Adopt(holder.id, holder.incarnation, holder.version, tuple(samples), "it holds their version")
-        elif not _is_late(state, samples[0]):
+        elif not _is_late(state, samples[0]) and not any(r.pulling == version for r in state.replicas.values()):
             for replica in state.waiting():
                 if state.has_version(replica.node, version):
                     replica.move("pull")
@@ -106,18 +107,18 @@ def restart_orphans(state: State, replica: Replica, max_groups: int) -> Command 
     return Restart(replica.id, replica.incarnation, replica.version, tuple(chosen), "nobody can go on with them")
 
 
-def _by_version(state: State) -> list[tuple[Version, list[SampleId]]]:
-    """Orphans by version; the version with the earliest deadline first."""
-    found: dict[Version, list[SampleId]] = {}
+def _by_version(state: State) -> list[tuple[tuple[Version, bool], list[SampleId]]]:
+    """Orphans by version, those of evaluations apart; the version with the earliest deadline first."""
+    found: dict[tuple[Version, bool], list[SampleId]] = {}
     for sample, orphan in sorted(state.orphans.items(), key=lambda item: (_due(item[1].deadline), item[0])):
-        found.setdefault(orphan.version, []).append(sample)
+        found.setdefault((orphan.version, sample.group >= FIRST_EVAL), []).append(sample)
     return list(found.items())
 
 
-def _may_adopt(state: State, replica: Replica, version: Version) -> bool:
+def _may_adopt(state: State, replica: Replica, version: Version, is_eval: bool) -> bool:
     if replica.draining or replica.moving_to is not None or replica.pulling is not None or replica.version is None:
         return False
-    partial = state.settings.schedule == "partial"
+    partial = state.settings.schedule == "partial" and not is_eval
     return replica.version == version or (partial and replica.version >= version)
 
 

@@ -42,7 +42,7 @@ class Choice:
     groups: tuple[int, ...] | None
     waits_for: tuple[int, ...] = ()
     num_missing: int = 0
-    """So many of them at least."""
+    """So many of them at least; 0 if any other group would do as well."""
 
 
 def choose(
@@ -88,6 +88,6 @@ def choose(
         return Choice(tuple(picked))
     buffered = set(candidates)
     limit = max(unmet, default=None)
-    missing = size - len(picked) if limit is None else open_must[limit]
+    missing = 0 if limit is None else open_must[limit]
     waits = (g for g, due in deadlines.items() if g not in buffered and (limit is None or due <= limit))
     return Choice(None, tuple(sorted(waits)), missing)
