@@ -8,6 +8,7 @@ from laminar.control.commands import Adopt, Command, EndRun, Issue, Orphan, Pull
 from laminar.control.events import (
     Adopted,
     Buffered,
+    DrainRequested,
     Finished,
     Orphaned,
     ProcessEnded,
@@ -103,6 +104,15 @@ def test_without_its_last_replica_the_run_fails() -> None:
             assert scene.manager.ended is None
             commands = scene.handle(ProcessEnded("replica", replica, n, "boom"))
     assert some(commands, EndRun) == [EndRun("failed", "replica r1 died: boom, 1 restarts did not help")]
+
+
+def test_a_replica_that_was_removed_is_no_reason_to_go_on() -> None:
+    scene = Scene(2, max_restarts=1, groups_in_flight=4)
+    scene.handle(DrainRequested("r1"))
+    scene.handle(ProcessEnded("replica", "r0", 1, "boom"))
+    assert scene.manager.ended is None
+    scene.handle(ProcessEnded("replica", "r0", 2, "boom"))
+    assert scene.manager.ended == EndRun("failed", "replica r0 died: boom, 1 restarts did not help")
 
 
 def test_a_trainer_that_can_not_be_mended_fails_the_run() -> None:

@@ -35,15 +35,17 @@ def died(state: State, process: Process, cause: str) -> Iterator[Command]:
         yield Orphan(replica.id, process.incarnation, cause)
     if process.role == "trainer" and (command := _give_up_cut(state)):
         yield command
-    if state.deaths[key] <= settings.max_restarts:
+    unwanted = process.role == "replica" and process.id in state.unwanted
+    if state.deaths[key] <= settings.max_restarts and not unwanted:
         process.state = ledger.step(ledger.PROCESS, process.state, "replace", key)
         process.incarnation += 1
         state.notes.append(f"{line}{held}; restarting it")
         yield Replace(process.role, process.id, process.incarnation, cause)
         return
     process.state = ledger.step(ledger.PROCESS, process.state, "give up", key)
-    state.notes.append(f"{line}{held}; given up after {settings.max_restarts} restarts")
-    others = [p for p in state.processes.values() if p.role == "replica" and p.state != "given up"]
+    why = "it was being drained" if unwanted else f"given up after {settings.max_restarts} restarts"
+    state.notes.append(f"{line}{held}; {why}")
+    others = [p for p in state.processes.values() if p.role == "replica" and p.state not in ("stopped", "given up")]
     if process.role != "replica" or not others:
         state.fatal = state.fatal or f"{line}, {settings.max_restarts} restarts did not help"
 

@@ -96,9 +96,8 @@ class Manager:
             case ProcessEnded():
                 yield from self._process_ended(event)
             case DrainRequested():
-                if replica := state.replicas.get(event.replica):
-                    replica.draining = True
-                    state.notes.append(f"replica {replica.id} is being drained")
+                if ("replica", event.replica) in state.processes:
+                    moves.begin_drain(state, event.replica)
             case ScaleRequested():
                 yield from moves.scale(state, event.replicas)
             case StopRequested():

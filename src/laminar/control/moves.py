@@ -14,6 +14,9 @@ from laminar.control.repack import RepackLimits, ReplicaLoad, plan_repack
 from laminar.control.state import Process, Replica, State
 from laminar.types import Version
 
+GONE = ("stopped", "given up")
+"""States of a process that does not come back."""
+
 
 def repack(state: State) -> Iterator[Command]:
     """Empty replicas whose tail fits beside another's, as many as there is new work for."""
@@ -31,6 +34,16 @@ def repack(state: State) -> Iterator[Command]:
     )
     for move in plan_repack(loads, limits).moves:
         yield _move(state, state.replicas[move.source], state.replicas[move.destination], move.reason)
+
+
+def begin_drain(state: State, replica_id: str) -> None:
+    """From here on this replica is given nothing new; it leaves when it is empty, and is not replaced if it dies."""
+    if state.processes["replica", replica_id].state in GONE or replica_id in state.unwanted:
+        return
+    state.unwanted[replica_id] = None
+    if replica := state.replicas.get(replica_id):
+        replica.draining = True
+    state.notes.append(f"replica {replica_id} is being drained")
 
 
 def drain(state: State) -> Iterator[Command]:
@@ -55,16 +68,13 @@ def drain(state: State) -> Iterator[Command]:
 
 def scale(state: State, wanted: int) -> Iterator[Command]:
     """Start replicas, or drain those with the highest ids, until `wanted` are there to stay."""
-    ended = ("stopped", "given up")
     staying = [
         p.id
         for (role, _), p in sorted(state.processes.items(), key=lambda item: _order(item[1].id))
-        if role == "replica" and p.state not in ended and not (p.id in state.replicas and state.replicas[p.id].draining)
+        if role == "replica" and p.state not in GONE and p.id not in state.unwanted
     ]
     for replica_id in staying[wanted:]:
-        if replica := state.replicas.get(replica_id):
-            replica.draining = True
-            state.notes.append(f"replica {replica_id} is being drained")
+        begin_drain(state, replica_id)
     taken = [_order(id_)[0] for role, id_ in state.processes if role == "replica"]
     first = max(taken, default=-1) + 1
     for number in range(first, first + wanted - len(staying)):

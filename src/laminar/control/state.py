@@ -126,8 +126,8 @@ class State:
         """Deaths of the trainer by the batch that it was on."""
         self.deaths: dict[tuple[str, str], int] = {}
         """Deaths of each process so far."""
-        self.wanted_replicas: int | None = None
-        """Set by scaling; None = as started."""
+        self.unwanted: dict[str, None] = {}
+        """Replicas that are to be removed, or have been."""
         self.chain = Chain()
         self.links: dict[str, Link] = {}
         """What each relay was last told of its neighbours."""
@@ -213,6 +213,7 @@ class State:
         replica = self.replicas.get(beat.replica)
         if replica is None or replica.incarnation < beat.incarnation:
             replica = self.replicas[beat.replica] = Replica(beat.replica, beat.incarnation)
+            replica.draining = beat.replica in self.unwanted
             self.replicas = dict(sorted(self.replicas.items()))
         if beat.step != process.step or not replica.unfinished or beat.state == "loading":
             process.step, process.moved = beat.step, now

@@ -1,0 +1,258 @@
+"""Moves between live replicas: repack, drain, scale; and that both sides are bound until a move has ended."""
+
+from __future__ import annotations
+
+import pytest
+
+from laminar.control.commands import CancelMove, Command, Issue, Move, Orphan, Pull, Remove, Replace
+from laminar.control.events import (
+    Adopted,
+    DrainRequested,
+    Finished,
+    Issued,
+    MoveEnded,
+    ProcessEnded,
+    ReplicaBeat,
+    ScaleRequested,
+    Tick,
+)
+from laminar.types import Load, SampleId
+from tests.control.scene import Scene, samples, v
+
+PATIENT = {"dead_after_s": 1e9, "suspect_after_s": 1e9, "stall_timeout_s": 1e9}
+
+
+def some(commands: list[Command], *which: type) -> list[Command]:
+    return [c for c in commands if isinstance(c, which)]
+
+
+def tail(kv: dict[str, int], version: int = 0, **changes: object) -> Scene:
+    """Replicas that have so many tokens in their KV cache of 100, each with one sample of a group left to finish.
+
+    There is room for work under a newer version, which the relay shows.
+    """
+    rules = {"repack": True, "max_staleness": 4, "max_outstanding_groups": 20, "groups_in_flight": 2}
+    scene = Scene(len(kv), **(PATIENT | rules | changes))
+    scene.relay(version)
+    for number, name in enumerate(kv):
+        scene.state.replicas[name].granted = 0
+        scene.beat(name, version)
+        (sample,) = samples([number], size=1)
+        scene.store(Issued(name, 1, v(version), "train", (number,), (sample,), False))
+    report(scene, kv, version)
+    scene.relay(version, version + 1)
+    return scene
+
+
+def report(scene: Scene, kv: dict[str, int], version: int = 0, waiting: int = 0) -> None:
+    for name, used in kv.items():
+        running = len(scene.state.replicas[name].unfinished)
+        load = Load(used, 100, running, waiting)
+        scene.handle(ReplicaBeat(name, 1, "generating", v(version), int(scene.now * 10) + 1, load, "n"))
+
+
+def look(scene: Scene) -> list[Command]:
+    """The next time that repack looks."""
+    scene.now += 10.0
+    return scene.handle(Tick())
+
+
+def ended(scene: Scene, move: Command) -> list[Command]:
+    assert isinstance(move, Move)
+    left = tuple(scene.state.replicas[move.source].unfinished)
+    return scene.store(Adopted(move.destination, 1, move.version, left), MoveEnded(move.source, move.destination))
+
+
+# ---------------------------------------------------------------- repack
+
+
+def test_the_tail_of_several_moves_onto_one_and_the_freed_pull() -> None:
+    scene = tail({"r0": 20, "r1": 50, "r2": 10})
+    moves = some(look(scene), Move)
+    assert [(m.source, m.destination, m.version) for m in moves] == [("r2", "r1", v(0)), ("r0", "r1", v(0))]  # type: ignore[attr-defined]
+    assert scene.state.num_moves == 2
+    assert [c for _ in range(3) for c in some(look(scene), Move)] == [], "bound replicas are not planned with"
+    commands = ended(scene, moves[0])
+    assert some(commands, Pull) == [Pull("r2", 1, v(1), "empty, and a newer version is here")]
+    assert scene.state.replicas["r1"].bound, "the other move goes on"
+    assert some(ended(scene, moves[1]), Pull) == [Pull("r0", 1, v(1), "empty, and a newer version is here")]
+    assert not scene.state.replicas["r1"].bound
+    assert len(scene.state.replicas["r1"].unfinished) == 3
+
+
+@pytest.mark.parametrize(
+    "changes", [{"repack": False}, *({"schedule": s} for s in ("sync", "one_step", "stream", "partial"))]
+)
+def test_repack_is_of_laminar_and_can_be_switched_off(changes: dict[str, object]) -> None:
+    scene = tail({"r0": 20, "r1": 50}, **changes)
+    assert some(look(scene), Move) == []
+
+
+@pytest.mark.parametrize("why", ["another version", "waits for KV", "drains", "no work for it", "full", "not alive"])
+def test_no_move(why: str) -> None:
+    no_work = {"iterations": 1} if why == "no work for it" else {}
+    kv = {"r0": 20, "r1": 75 if why == "full" else 50}
+    scene = tail(kv, **no_work)
+    first = scene.state.replicas["r0"]
+    if why == "another version":
+        first.version = v(1)
+    elif why == "waits for KV":
+        report(scene, {"r0": 20}, waiting=1)
+    elif why == "drains":
+        first.draining = True
+        scene.state.replicas["r1"].version = v(3)  # so that the drain has nowhere to go either
+    elif why == "no work for it":
+        scene.state.cut_groups = 2
+    elif why == "not alive":
+        scene.state.processes["replica", "r0"].state = "suspect"
+    assert some(look(scene), Move) == []
+
+
+def test_no_more_are_freed_than_there_is_work_for() -> None:
+    """Quota of 4 groups, 3 live: one replica's worth of new work."""
+    scene = tail({"r0": 10, "r1": 20, "r2": 30}, max_outstanding_groups=4)
+    assert len(some(look(scene), Move)) == 1
+
+
+def test_repack_looks_at_every_new_version_and_at_its_interval() -> None:
+    scene = tail({"r0": 20, "r1": 50}, repack_interval_s=1000.0)
+    assert some(look(scene), Move) == []
+    assert len(some(scene.trainer(1), Move)) == 1
+
+
+def test_both_sides_are_given_nothing_while_a_move_goes_on() -> None:
+    """Protocol §5: a destination that pulled meanwhile would not hold the version of what arrives; a source that
+    pulled would not either, should the move be called off."""
+    scene = tail({"r0": 20, "r1": 50})
+    (move,) = some(look(scene), Move)
+    assert isinstance(move, Move)
+    commands = scene.store(Finished((SampleId(1, 0),)))
+    assert scene.state.replicas["r1"].activity == "idle" and some(commands, Pull, Issue) == []
+    commands = scene.store(Adopted("r1", 1, v(0), (SampleId(0, 0),)))
+    assert scene.state.replicas["r0"].activity == "idle" and some(commands, Pull, Issue) == []
+    commands = scene.store(MoveEnded("r0", "r1"))
+    assert some(commands, Pull) == [Pull("r0", 1, v(1), "empty, and a newer version is here")]
+    assert scene.state.replicas["r1"].activity == "generating"
+
+
+def test_a_move_that_takes_too_long_is_called_off_and_asked_again() -> None:
+    scene = tail({"r0": 20, "r1": 50}, move_timeout_s=10.0, repack_interval_s=3.0)
+    (move,) = some(look(scene), Move)
+    assert isinstance(move, Move)
+    assert some(scene.tick(10.0), CancelMove) == []
+    assert some(scene.tick(0.5), CancelMove) == [CancelMove("r0", "not done within 10 s")]
+    assert some(scene.tick(9.0), CancelMove) == [], "the store may be busy"
+    assert some(scene.tick(1.5), CancelMove) == [CancelMove("r0", "not done within 10 s")]
+    scene.store(MoveEnded("r0", "r1"))
+    assert list(scene.state.replicas["r0"].unfinished) == [SampleId(0, 0)]
+    assert scene.state.replicas["r0"].activity == "generating" and not scene.state.replicas["r0"].bound
+
+
+@pytest.mark.parametrize("dead", ["r0", "r1"])
+def test_a_death_on_either_side_frees_the_other(dead: str) -> None:
+    """The data store ends the moves of the dead and says so."""
+    scene = tail({"r0": 20, "r1": 50}, max_restarts=2)
+    look(scene)
+    other = scene.state.replicas["r1" if dead == "r0" else "r0"]
+    scene.handle(ProcessEnded("replica", dead, 1, "killed"))
+    assert other.bound
+    scene.store(MoveEnded("r0", "r1"))
+    assert not other.bound
+
+
+# ---------------------------------------------------------------- drain
+
+
+def test_a_drain_moves_the_work_and_removes_the_replica() -> None:
+    scene = tail({"r0": 20, "r1": 50, "r2": 10}, repack=False)
+    (move,) = some(scene.handle(DrainRequested("r1")), Move)
+    assert isinstance(move, Move) and (move.source, move.destination) == ("r1", "r2"), "the emptiest takes it"
+    assert some(look(scene), Move) == []
+    commands = ended(scene, move)
+    assert some(commands, Remove, Pull) == [Remove("replica", "r1", "drained")]
+    assert scene.state.processes["replica", "r1"].state == "stopped"
+    assert scene.manager.take_notes() == ["replica r1 is being drained", "replica r1 is drained and leaves"]
+    assert scene.handle(ProcessEnded("replica", "r1", 1, None)) == [] and scene.manager.ended is None
+
+
+def test_a_drain_without_anybody_to_take_over_waits_for_the_end() -> None:
+    scene = tail({"r0": 20, "r1": 50}, repack=False)
+    scene.state.replicas["r1"].version = v(3)
+    assert some(scene.handle(DrainRequested("r0")), Move) == []
+    assert some(look(scene), Move, Remove, Issue) == []
+    commands = scene.store(Finished((SampleId(0, 0),)))
+    assert some(commands, Remove, Pull, Issue) == [Remove("replica", "r0", "drained")]
+
+
+def test_a_replica_that_drains_is_no_destination() -> None:
+    scene = tail({"r0": 20, "r1": 50}, repack=False)
+    assert len(some(scene.handle(DrainRequested("r0")), Move)) == 1
+    assert some(scene.handle(DrainRequested("r1")), Move) == [], "it is bound, and has nobody"
+    scene.store(MoveEnded("r0", "r1"))
+    assert some(look(scene), Move) == []
+
+
+def test_a_drain_waits_for_a_grant_that_is_on_its_way() -> None:
+    """What it brings is moved too."""
+    scene = Scene(2, **PATIENT)
+    (issue, *_) = some(scene.ready(), Issue)
+    assert isinstance(issue, Issue)
+    assert some(scene.handle(DrainRequested(issue.replica)), Remove) == []
+    (move,) = some(scene.issued(issue), Move)
+    assert isinstance(move, Move) and move.source == issue.replica
+
+
+def test_a_drain_of_nobody() -> None:
+    scene = Scene()
+    assert scene.handle(DrainRequested("r7")) == []
+
+
+def test_a_replica_that_dies_while_it_drains_does_not_come_back() -> None:
+    scene = tail({"r0": 20, "r1": 50}, repack=False, max_restarts=2)
+    scene.state.replicas["r1"].version = v(3)
+    scene.handle(DrainRequested("r0"))
+    commands = scene.handle(ProcessEnded("replica", "r0", 1, "killed"))
+    assert some(commands, Replace) == [] and some(commands, Orphan) == [Orphan("r0", 1, "killed")]
+    assert scene.manager.take_notes()[-1].endswith("it held 1 unfinished samples; it was being drained")
+    assert scene.manager.ended is None
+
+
+# ---------------------------------------------------------------- scale
+
+
+def scaled(*names: str) -> Scene:
+    scene = Scene(0, **PATIENT)
+    for name in names:
+        scene.handle(ReplicaBeat(name, 1, "idle", None, 0, node="n"))
+    return scene
+
+
+def test_scaling_up_starts_replicas_with_new_ids() -> None:
+    scene = scaled("replica-0", "replica-9")
+    assert scene.handle(ScaleRequested(4)) == [
+        Replace("replica", "replica-10", 1, "scaled up"),
+        Replace("replica", "replica-11", 1, "scaled up"),
+    ]
+    assert scene.handle(ScaleRequested(4)) == [], "they are on their way"
+    scene.relay(0)
+    commands = scene.handle(ReplicaBeat("replica-10", 1, "idle", None, 0, node="n"))
+    assert some(commands, Pull) == [Pull("replica-10", 1, v(0), "first weights")]
+
+
+def test_scaling_down_drains_those_with_the_highest_numbers() -> None:
+    scene = scaled("replica-0", "replica-2", "replica-10")
+    commands = scene.handle(ScaleRequested(1))
+    assert some(commands, Remove) == [
+        Remove("replica", "replica-10", "drained"),
+        Remove("replica", "replica-2", "drained"),
+    ]
+    assert scene.handle(ScaleRequested(1)) == []
+    assert scene.handle(ScaleRequested(2)) == [Replace("replica", "replica-11", 1, "scaled up")]
+
+
+def test_scaling_down_reaches_a_replica_that_has_not_spoken_yet() -> None:
+    scene = scaled("replica-0")
+    scene.handle(ScaleRequested(2))
+    scene.handle(ScaleRequested(1))
+    commands = scene.handle(ReplicaBeat("replica-1", 1, "idle", None, 0, node="n"))
+    assert some(commands, Remove) == [Remove("replica", "replica-1", "drained")]
