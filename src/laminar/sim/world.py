@@ -205,7 +205,7 @@ class World:
                 node = f"node-{number}"
                 slots = self.relays[node].whole if node in self.relays else ()
                 relay = self.relays[node] = Relay(self, id_, incarnation, node, broadcast_s, slots)
-                if not slots and (newest := self.relays["node-0"].whole[-1:]):  # the chain has it already
+                if newest := self.relays["node-0"].whole[-1:]:  # it may have missed what the chain has had
                     relay.from_trainer.send(lambda: relay.receive(*newest))
             case "trainer":
                 self.trainer = Trainer(self, incarnation, self.checkpoint)

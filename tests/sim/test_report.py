@@ -1,0 +1,111 @@
+"""What `laminar simulate` says, and the configs that come with it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from laminar import cli
+from laminar.config import InvalidConfig, load
+from laminar.errors import ConfigError, RunFailed
+from laminar.sim.report import report
+from laminar.sim.simulate import plan_of, simulate
+from laminar.sim.world import World
+from tests.sim.plans import SIZE, B, by_hand, make_settings
+
+CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs" / "simulated").glob("*.toml"))
+TOY = next(path for path in CONFIGS if path.stem == "toy")
+KEYS = {
+    "throughput_tok_s", "generation_tok_s", "iteration_s", "staleness_generation", "staleness_use",
+    "kv_utilization_mean", "rollout_busy_fraction", "trainer_busy_fraction", "repack_moves", "repack_cost_s",
+    "wall_s", "seed",
+}  # fmt: skip
+
+
+def laminar(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["laminar", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    return int(stopped.value.code or 0)
+
+
+@pytest.mark.parametrize("iterations", [1, 2, 6, 25])
+def test_the_warm_up_is_half_of_the_run_and_ten_iterations_at_most(iterations: int) -> None:
+    world = World(by_hand("sync", settings=make_settings("sync", iterations=iterations)))
+    world.run()
+    found = report(world, 1.5)
+    measured = iterations - min(10, iterations // 2)
+    assert found.staleness_use.histogram == found.staleness_generation.histogram == {"0": measured * B * SIZE}
+    assert (found.wall_s, found.seed) == (1.5, 0)
+
+
+def test_a_run_without_a_batch_has_nothing_to_report() -> None:
+    world = World(by_hand("sync"))
+    with pytest.raises(RunFailed, match="nothing was trained"):
+        report(world, 0.0)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_makes_a_plan(path: Path) -> None:
+    plan = plan_of(load(path))
+    assert plan.replicas * plan.profile.gpus_per_replica + plan.train_gpus == (load(path).gpus or 0)
+
+
+@pytest.mark.parametrize("gpus", [64, 1024])
+@pytest.mark.parametrize("name", ["72b", "32b"])
+def test_configs_scale_by_gpus(name: str, gpus: int) -> None:
+    path = next(p for p in CONFIGS if p.stem == name)
+    plan = plan_of(load(path, [f"gpus={gpus}", f"train.gpus={gpus // 4}"]))
+    assert plan.train_gpus == gpus // 4
+    assert plan.replicas == gpus * 3 // 4 // plan.profile.gpus_per_replica
+    shared = plan_of(load(path, [f"gpus={gpus}", "schedule=sync", "simulation.colocated=true"]))
+    assert (shared.train_gpus, shared.replicas) == (gpus, gpus // shared.profile.gpus_per_replica)
+
+
+def test_a_small_run_of_a_large_profile() -> None:
+    path = next(p for p in CONFIGS if p.stem == "72b")
+    found = simulate(load(path, ["gpus=64", "iterations=4", "train.groups_per_batch=16"]))
+    assert found.staleness_use.max <= 4
+    assert 0 < found.kv_utilization_mean < 1 and 0 < found.trainer_busy_fraction <= 1
+
+
+def test_shared_gpus_need_sync() -> None:
+    with pytest.raises(InvalidConfig, match='schedule = "sync"'):
+        load(TOY, ["simulation.colocated=true"])
+
+
+def test_a_config_with_a_model_is_not_simulated(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text('iterations = 1\nmodel.path = "m"\ndata.train = "d.jsonl"\nreward.functions = ["r.py:f"]\n')
+    with pytest.raises(ConfigError, match="only emulated runs can be simulated"):
+        simulate(load(path))
+
+
+# ---------------------------------------------------------------- command
+
+
+def test_json_is_one_object_with_the_keys_of_the_contract(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+    for _ in range(2):
+        assert laminar(monkeypatch, "simulate", TOY, "--json") == 0
+        out, err = capsys.readouterr()
+        assert out.count("\n") == 1 and len(err.splitlines()) == 12
+        said.append(json.loads(out))
+        assert set(said[-1]) == KEYS
+        assert set(said[-1]["staleness_use"]) == {"mean", "max", "histogram"}
+        del said[-1]["wall_s"]
+    assert said[0] == said[1]
+
+
+def test_text_and_exit_codes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert laminar(monkeypatch, "simulate", TOY, "schedule=sync", "simulation.colocated=true") == 0
+    assert capsys.readouterr().out.splitlines()[0].startswith("throughput ")
+    assert laminar(monkeypatch, "simulate") == 2
+    assert laminar(monkeypatch, "simulate", TOY, "simulation.profile=gone") == 2
+    assert laminar(monkeypatch, "check", TOY, "schedule=sync", "simulation.colocated=true") == 2
+    assert "laminar simulate" in capsys.readouterr().err
