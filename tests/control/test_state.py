@@ -165,6 +165,17 @@ def test_a_failed_pull_leaves_what_was_held() -> None:
     assert scene.state.replicas["r0"].failed_pulls == 1
 
 
+def test_a_failed_pull_of_a_replica_with_work_leaves_it_at_work() -> None:
+    """Schedule `partial`: it goes on under the version that it had, and is interrupted for the next one."""
+    scene = Scene(schedule="partial", max_staleness=2, max_outstanding_groups=1)
+    scene.issued(granted(scene))
+    scene.relay(1)
+    scene.relay(2)
+    assert scene.state.replicas["r0"].pulling == v(1)
+    commands = scene.beat("r0", 0, "generating", failed=1)
+    assert commands[0] == Pull("r0", 1, v(2), "a newer version is here", interrupt=True)
+
+
 def test_versions_of_a_higher_lineage_are_newer() -> None:
     assert Version(1, 3) > Version(0, 7)
     scene = Scene()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -47,7 +48,7 @@ class Engine:
     def add(self, request: Request) -> None:
         if request.sample in self.refuses:
             raise EngineError("it can never fit")
-        self.held[request.sample], self.made[request.sample] = request, 0
+        self.held[request.sample], self.made[request.sample] = request, len(request.response)
 
     def release(self, samples: Collection[SampleId]) -> None:
         self.released += samples
@@ -93,7 +94,11 @@ class Store:
         self.reports: list[ReplicaReport] = []
         self.work: list[Work] = []
         self.cancel: list[tuple[SampleId, int]] = []
+        self.release: dict[tuple[SampleId, int], None] = {}
+        """Asked for in every reply until it is reported."""
         self.error: Exception | None = None
+        self.stored: dict[SampleId, list[int]] = {}
+        """Tokens of earlier owners."""
 
     def exchange(self, report: ReplicaReport) -> ReplicaReply:
         with self.news:
@@ -102,12 +107,14 @@ class Store:
             self.reports.append(report)
             accepted = {(sample, epoch) for sample, epoch in report.accepted}
             self.work = [w for w in self.work if (w.sample, w.owner_epoch) not in accepted]
-            if not (self.work or self.cancel):
+            for released in (*report.released, *((f.sample, f.owner_epoch) for f in report.finished)):
+                self.release.pop(released, None)
+            if not (self.work or self.cancel or self.release):
                 self.news.notify_all()
                 self.news.wait(min(report.wait_s, 0.01))
             cancel, self.cancel = tuple(self.cancel), []
             self.news.notify_all()
-            return ReplicaReply(report.sequence, tuple(self.work), cancel=cancel)
+            return ReplicaReply(report.sequence, tuple(self.work), tuple(self.release), cancel)
 
     def give(self, *work: Work) -> None:
         with self.news:
@@ -119,6 +126,11 @@ class Store:
             self.cancel += [(w.sample, w.owner_epoch) for w in work]
             self.news.notify_all()
 
+    def take_from(self, *work: Work) -> None:
+        with self.news:
+            self.release.update({(w.sample, w.owner_epoch): None for w in work})
+            self.news.notify_all()
+
     def until(self, condition: Callable[[], bool]) -> None:
         with self.news:
             assert self.news.wait_for(condition, WITHIN_S)
@@ -127,8 +139,8 @@ class Store:
         return [f.sample for r in self.reports for f in r.finished]
 
     def tokens(self, sample: SampleId) -> list[int]:
-        """What was stored, checked to be without gap or overlap."""
-        found: list[int] = []
+        """What was stored, checked to be without gap or overlap, and which follows what was there before."""
+        found = list(self.stored.get(sample, []))
         for chunk in (c for r in self.reports for c in r.chunks if c.sample == sample):
             assert chunk.start == len(found)
             assert len(chunk.tokens) == len(chunk.logprobs) == 4 * len(chunk.mask)
@@ -179,9 +191,9 @@ class Shelf:
 class Scene:
     """A replica that runs in a thread of its own."""
 
-    def __init__(self, config: Path) -> None:
+    def __init__(self, config: Path, *overrides: str) -> None:
         self.engine, self.store, self.manager, self.shelf = Engine(), Store(), Manager(), Shelf(V0, V1)
-        resolved = load(config, ["faults.heartbeat_s=0.05", "rollout.stream_interval_s=0.02"])
+        resolved = load(config, ["faults.heartbeat_s=0.05", "rollout.stream_interval_s=0.02", *overrides])
         self.replica = Replica("r0", 1, "n", self.engine, self.shelf, self.store, self.manager, resolved)
         self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run)
@@ -304,6 +316,175 @@ def test_a_cancel_of_an_earlier_epoch_is_not_one_of_this(scene: Scene) -> None:
     told = len(store.reports)
     store.until(lambda: len(store.reports) > told + 3)
     assert SampleId(0, 0) in scene.engine.held
+
+
+# ---------------------------------------------------------------- release and adoption
+
+
+def released(scene: Scene) -> list[tuple[SampleId, int]]:
+    return [r for report in scene.store.reports for r in report.released]
+
+
+def test_what_is_let_go_of_is_flushed_first_and_never_spoken_of_again(scene: Scene) -> None:
+    """Protocol §5: all that it made is in the report that says so, or before it; the rest goes on."""
+    scene.ready()
+    gone, stays = work(0), work(1)
+    scene.store.give(gone, stays)
+    scene.store.until(lambda: bool(scene.store.tokens(gone.sample)) and bool(scene.store.tokens(stays.sample)))
+    scene.store.take_from(gone)
+    scene.store.until(lambda: bool(released(scene)))
+    assert released(scene) == [(gone.sample, 0)]
+    made = scene.engine.made[gone.sample]
+    assert scene.store.tokens(gone.sample) == list(range(1, made + 1)), "to the last token"
+    told = len(scene.store.reports)
+    scene.store.until(lambda: len(scene.store.reports) > told + 3)
+    assert scene.engine.made[gone.sample] == made and gone.sample not in scene.engine.held
+    assert released(scene) == [(gone.sample, 0)] and scene.store.finished() == []
+    scene.engine.lengths[stays.sample] = 0
+    scene.store.until(lambda: scene.store.finished() == [stays.sample])
+    scene.pull(V1)
+    scene.manager.beat_that(lambda b: b.version == V1)
+
+
+def test_what_has_ended_is_finished_and_not_let_go_of(scene: Scene) -> None:
+    """The finish wins, whichever of the two is seen first."""
+    scene.ready()
+    item = work(0)
+    scene.store.give(item)
+    scene.store.until(lambda: bool(scene.store.tokens(item.sample)))
+    with scene.store.news:
+        scene.engine.lengths[item.sample] = 0
+        scene.store.release[item.sample, 0] = None
+        scene.store.news.notify_all()
+    scene.store.until(lambda: bool(scene.store.finished()))
+    told = len(scene.store.reports)
+    scene.store.until(lambda: len(scene.store.reports) > told + 2)
+    assert scene.store.finished() == [item.sample] and released(scene) == []
+
+
+@pytest.mark.parametrize("epoch", [1, 5])
+def test_a_release_of_another_epoch_is_not_one_of_this(scene: Scene, epoch: int) -> None:
+    scene.ready()
+    item = work(0, epoch=3)
+    scene.store.give(item)
+    scene.store.until(lambda: bool(scene.store.tokens(item.sample)))
+    scene.store.take_from(work(0, epoch=epoch))
+    told = len(scene.store.reports)
+    scene.store.until(lambda: len(scene.store.reports) > told + 3)
+    assert released(scene) == [] and item.sample in scene.engine.held
+
+
+def test_work_that_is_wanted_back_before_it_was_begun(scene: Scene) -> None:
+    """The work and the word to let go of it come in one reply, and again until they are answered."""
+    scene.ready()
+    item = work(0)
+    with scene.store.news:
+        scene.store.work.append(item)
+        scene.store.release[item.sample, 0] = None
+    scene.store.until(lambda: bool(released(scene)))
+    assert released(scene) == [(item.sample, 0)]
+    assert scene.store.tokens(item.sample) == list(range(1, scene.engine.made[item.sample] + 1))
+
+
+def test_adopted_work_goes_on_from_its_prefix(scene: Scene) -> None:
+    """Invariant 9: what is stored is not made again, and what follows is reported from its end on."""
+    scene.ready()
+    prefix = np.arange(1, 8, dtype=np.int32)
+    item = work(0, epoch=2)
+    item = dataclasses.replace(item, response=prefix.tobytes(), logprobs=np.zeros(7, np.float32).tobytes())
+    scene.store.stored[item.sample] = prefix.tolist()
+    scene.engine.lengths[item.sample] = 12
+    scene.store.give(item)
+    scene.store.until(lambda: bool(scene.store.finished()))
+    assert scene.store.tokens(item.sample) == list(range(1, 13))
+    (end,) = [f for r in scene.store.reports for f in r.finished]
+    assert (end.length, end.owner_epoch) == (12, 2)
+    assert all(c.owner_epoch == 2 for r in scene.store.reports for c in r.chunks)
+
+
+def test_work_that_comes_back_is_begun_with_what_another_made(scene: Scene) -> None:
+    """Moved away and back: the second time it is another owner of the same sample."""
+    scene.ready()
+    item = work(0)
+    scene.store.give(item)
+    scene.store.until(lambda: bool(scene.store.tokens(item.sample)))
+    scene.store.take_from(item)
+    scene.store.until(lambda: bool(released(scene)))
+    longer = np.arange(1, len(scene.store.tokens(item.sample)) + 6, dtype=np.int32)
+    scene.store.stored[item.sample] = longer.tolist()
+    with scene.store.news:
+        scene.store.reports.clear()
+    scene.store.give(dataclasses.replace(item, owner_epoch=2, response=longer.tobytes()))
+    scene.store.until(lambda: len(scene.store.tokens(item.sample)) > len(longer))
+    scene.engine.lengths[item.sample] = 0
+    scene.store.until(lambda: bool(scene.store.finished()))
+    assert scene.store.tokens(item.sample) == list(range(1, scene.engine.made[item.sample] + 1))
+
+
+# ---------------------------------------------------------------- interruption
+
+
+@pytest.fixture
+def partial(project: Path) -> Iterator[Scene]:
+    scene = Scene(project / "config.toml", "schedule=partial")
+    yield scene
+    scene.stop()
+
+
+def versions_of(scene: Scene, sample: SampleId) -> list[Version]:
+    found = [c.version for r in scene.store.reports for c in r.chunks if c.sample == sample]
+    return sorted(set(found))
+
+
+def test_an_interrupted_response_goes_on_under_the_new_version(partial: Scene) -> None:
+    """Schedule `partial`: same attempt, same owner, no token lost or doubled, each chunk with the version it is of."""
+    partial.ready()
+    items = [work(0), work(1)]
+    partial.store.give(*items)
+    partial.store.until(lambda: all(partial.store.tokens(w.sample) for w in items))
+    partial.manager.tell(Pull("r0", 1, V1, "", interrupt=True))
+    partial.store.until(lambda: all(versions_of(partial, w.sample) == [V0, V1] for w in items))
+    for w in items:
+        partial.engine.lengths[w.sample] = 0
+    partial.store.until(lambda: len(partial.store.finished()) == 2)
+    assert partial.engine.loads == [V0, V1]
+    for w in items:
+        chunks = [c for r in partial.store.reports for c in r.chunks if c.sample == w.sample]
+        assert [c.version for c in chunks] == sorted(c.version for c in chunks)
+        assert {c.owner_epoch for c in chunks} == {0}
+        assert partial.store.tokens(w.sample) == list(range(1, partial.engine.made[w.sample] + 1))
+
+
+def test_an_interruption_for_a_version_that_is_gone_changes_nothing(partial: Scene) -> None:
+    """Fault 24."""
+    partial.ready()
+    item = work(0)
+    partial.store.give(item)
+    partial.store.until(lambda: bool(partial.store.tokens(item.sample)))
+    partial.shelf.versions.remove(V1)
+    partial.manager.tell(Pull("r0", 1, V1, "", interrupt=True))
+    beat = partial.manager.beat_that(lambda b: b.failed_pulls == 1)
+    assert beat.version == V0
+    partial.engine.lengths[item.sample] = 0
+    partial.store.until(lambda: bool(partial.store.finished()))
+    assert versions_of(partial, item.sample) == [V0]
+
+
+def test_an_interruption_with_nothing_in_hand_is_a_pull(partial: Scene) -> None:
+    partial.ready()
+    partial.manager.tell(Pull("r0", 1, V1, "", interrupt=True))
+    partial.manager.beat_that(lambda b: b.version == V1 and b.state == "idle")
+
+
+def test_under_partial_work_of_an_older_version_is_begun(partial: Scene) -> None:
+    """Issued under version 0, arrived after the interruption: its tokens are of version 1."""
+    partial.pull(V1)
+    partial.manager.beat_that(lambda b: b.version == V1)
+    item = work(0)
+    partial.engine.lengths[item.sample] = 3
+    partial.store.give(item)
+    partial.store.until(lambda: bool(partial.store.finished()))
+    assert versions_of(partial, item.sample) == [V1]
 
 
 # ---------------------------------------------------------------- weights

@@ -231,6 +231,8 @@ class State:
                 replica.move("failed")
                 if replica.version is not None:  # it keeps what it had
                     replica.move("loaded")
+                if replica.unfinished:
+                    replica.move("work")
 
     def relay_beat(self, now: float, beat: RelayBeat) -> None:
         if self.heard(now, "relay", beat.relay, beat.incarnation) is None:
