@@ -12,10 +12,12 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
+from functools import lru_cache
 from itertools import pairwise
 from math import log2
 from pathlib import Path
 from statistics import NormalDist
+from struct import pack
 from typing import Any
 
 from laminar.errors import ConfigError
@@ -124,7 +126,7 @@ class Profile:
         A group's responses share a part of what decides their lengths (a Gaussian copula); the lengths of one
         response of each of many groups follow `response_quantiles`.
         """
-        shared = _NORMAL.inv_cdf(keyed_uniform("group", seed, group))
+        shared = _group_score(seed, group)
         own = _NORMAL.inv_cdf(keyed_uniform("response", seed, group, index))
         score = self.correlation**0.5 * shared + (1 - self.correlation) ** 0.5 * own
         length = round(quantile(self.response_quantiles, _NORMAL.cdf(score)))
@@ -157,6 +159,12 @@ class Profile:
         return self.load_weights_s
 
 
+@lru_cache(maxsize=4096)
+def _group_score(seed: int, group: int) -> float:
+    """Normal score that the responses of a group share."""
+    return _NORMAL.inv_cdf(keyed_uniform("group", seed, group))
+
+
 def quantile(table: Quantiles, probability: float) -> float:
     """The value below which this share lies."""
     place = min(bisect_right(table, probability, key=lambda row: row[0]), len(table) - 1)
@@ -171,7 +179,7 @@ def keyed_uniform(purpose: str, *key: int) -> float:
         purpose: at most 16 ASCII characters; equal keys for different purposes give independent numbers
         key: integers of up to 64 bits
     """
-    data = b"".join((part % 2**64).to_bytes(8, "little") for part in key)
+    data = pack(f"<{len(key)}Q", *[part % 2**64 for part in key])
     digest = hashlib.blake2b(data, digest_size=8, person=purpose.encode()).digest()
     return ((int.from_bytes(digest, "little") >> 12) + 0.5) * 2.0**-52
 

@@ -87,7 +87,7 @@ def choose(
     if len(picked) == size and not unmet:
         return Choice(tuple(picked))
     buffered = set(candidates)
-    limit = max(unmet, default=None)
+    limit = min(unmet, default=None)
     missing = 0 if limit is None else open_must[limit]
     waits = (g for g, due in deadlines.items() if g not in buffered and (limit is None or due <= limit))
     return Choice(None, tuple(sorted(waits)), missing)

@@ -14,8 +14,8 @@ from laminar.sim.world import World
 from laminar.timing import load_profile
 
 GPUS_PER_MACHINE = 8
-CALM_REPLICAS = 32
-"""With more replicas than this, all talk less often."""
+CALM_REPLICAS, LONGEST_DELAY_S = 32, 0.1
+"""With more and more replicas all talk less often; with so many, news travels together within this time."""
 
 
 def simulate(config: Config, say: Callable[[str], None] = lambda line: None) -> Report:
@@ -52,7 +52,8 @@ def plan_of(config: Config) -> Plan:
     profile, settings, rollout = load_profile(config.simulation.profile), config.settings(), config.rollout
     longest_batch = settings.groups_per_batch * settings.group_size * (profile.prompt_tokens + rollout.max_new_tokens)
     longest_step_s = profile.train_step_s(longest_batch, settings.num_mini_batches, config.train_gpus)
-    calm = max(1.0, rollout.replicas / CALM_REPLICAS)
+    together_s = max(Delays().coalesce_s, LONGEST_DELAY_S * min(1.0, rollout.replicas / CALM_REPLICAS))
+    looks = settings.repack and settings.schedule == "laminar"
     return Plan(
         # a step of this trainer may take longer than a real run would wait for news
         settings=replace(settings, stall_timeout_s=max(settings.stall_timeout_s, 2 * longest_step_s)),
@@ -67,5 +68,8 @@ def plan_of(config: Config) -> Plan:
         max_new_tokens=rollout.max_new_tokens,
         checkpoint_every=config.train.checkpoint_every,
         spare_slots=config.spare_slots,
-        delays=Delays(coalesce_s=0.02 * calm, poll_s=0.02 * calm, tick_s=1.0 if settings.repack else 5.0),
+        # loads are looked at twice as often as repack does; without it, a tick only says that time passes
+        delays=Delays(
+            coalesce_s=together_s, poll_s=together_s, tick_s=settings.repack_interval_s / 2 if looks else 5.0
+        ),
     )
