@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from laminar.types import (
     MemberScore,
     ReplicaReply,
     ReplicaReport,
+    SampleId,
     ScoreReport,
     Settings,
     Trained,
@@ -141,3 +143,19 @@ class Hand:
         assert batch is not None
         self.store.trained(Trained(update, Version(0, update + 1), checkpoint, {"loss": 0.5}))
         return batch
+
+
+def stored(store: DataStore, sample: SampleId) -> np.ndarray:
+    """Response tokens in the database: [R] int32."""
+    rows = store.db.execute("SELECT tokens FROM chunks WHERE group_id = ? AND idx = ? ORDER BY start", sample)
+    return np.frombuffer(b"".join(row[0] for row in rows), np.int32)
+
+
+def states(store: DataStore, kind: str = "train") -> dict[int, str]:
+    """State of each group."""
+    return dict(store.db.execute("SELECT id, state FROM groups WHERE kind = ? ORDER BY id", (kind,)))
+
+
+def reasons(store: DataStore) -> Counter[str]:
+    """Dropped samples by reason."""
+    return Counter(r for (r,) in store.db.execute("SELECT reason FROM samples WHERE state = 'dropped'"))

@@ -15,7 +15,17 @@ from hypothesis import strategies as st
 
 from laminar.control.accounts import FIRST_EVAL
 from laminar.control.commands import Complete, GiveUpEval, Restart
-from laminar.control.events import Buffered, CutMade, CutTrained, Dropped, EvalDone, Exhausted, Fatal, Finished, Issued
+from laminar.control.events import (
+    Buffered,
+    CutMade,
+    CutTrained,
+    Dropped,
+    EvalDone,
+    Exhausted,
+    Fatal,
+    Finished,
+    Issued,
+)
 from laminar.data.store import DataStore
 from laminar.errors import DataError, ProtocolError, StorageError
 from laminar.run_folder import RunFolder, read_jsonl
@@ -24,13 +34,13 @@ from laminar.types import (
     Finish,
     GroupScore,
     MemberScore,
-    SampleId,
     ScoreReport,
     Settings,
+    Trained,
     Version,
 )
 from tests.control.plans import make_settings
-from tests.data.driving import V0, Hand, Prompts, chunk, open_store, tokens_of
+from tests.data.driving import V0, Hand, Prompts, chunk, open_store, reasons, states, stored, tokens_of
 
 V1 = Version(0, 1)
 
@@ -49,19 +59,6 @@ def store(tmp_path: Path, settings: Settings) -> DataStore:
 @pytest.fixture
 def hand(store: DataStore) -> Hand:
     return Hand(store)
-
-
-def stored(store: DataStore, sample: SampleId) -> np.ndarray:
-    rows = store.db.execute("SELECT tokens FROM chunks WHERE group_id = ? AND idx = ? ORDER BY start", sample)
-    return np.frombuffer(b"".join(row[0] for row in rows), np.int32)
-
-
-def states(store: DataStore, kind: str = "train") -> dict[int, str]:
-    return dict(store.db.execute("SELECT id, state FROM groups WHERE kind = ? ORDER BY id", (kind,)))
-
-
-def reasons(store: DataStore) -> Counter[str]:
-    return Counter(r for (r,) in store.db.execute("SELECT reason FROM samples WHERE state = 'dropped'"))
 
 
 # ---------------------------------------------------------------- exchange
@@ -269,6 +266,59 @@ def test_a_batch_is_a_cut_made_once_in_canonical_order(hand: Hand) -> None:
     assert np.frombuffer(batch.response_tokens, np.int32).tolist() == [0, 1, 2, 10, 11, 12] * 2
     assert [runs[0].length for runs in batch.chunks] == [3] * 4 and batch.truncated == (False,) * 4
     assert store.next_batch(1) is None and not store.over(1)
+
+
+def test_a_batch_in_parts(tmp_path: Path) -> None:
+    """Schedule `stream`: each part is there as soon as it can be, for ever, and the batch counts with the last."""
+    settings = make_settings(schedule="stream", groups_per_batch=4, num_mini_batches=2, max_outstanding_groups=8)
+    store = open_store(tmp_path, settings)
+    hand = Hand(store)
+    hand.make(1)
+    assert store.next_batch(0, 0) is None
+    hand.make(1)
+    first = store.next_batch(0, 0)
+    assert first is not None and (first.part, first.num_parts, len(first.ids)) == (0, 2, 4)
+    assert store.next_batch(0, 1) is None and not store.over(0)
+    with pytest.raises(ProtocolError, match="batch 1 was asked for, but 0 is the next"):
+        store.next_batch(1, 0)
+    store.close()
+    store = open_store(tmp_path, settings)
+    assert store.next_batch(0, 0) == first, "in the next life too"
+    hand = Hand(store, incarnation=2)
+    hand.make(3)
+    second = store.next_batch(0, 1)
+    assert second is not None and (second.part, len(second.ids)) == (1, 4)
+    assert {g for g, _, _ in first.ids}.isdisjoint(g for g, _, _ in second.ids)
+    store.trained(Trained(0, V1, 0, {}))
+    assert [s for s in states(store).values()] == ["trained"] * 4 + ["buffered"]
+    (row,) = read_jsonl(RunFolder(tmp_path).metrics)
+    assert row["num_samples"] == 8
+    assert store.next_batch(0, 0) == first and store.next_batch(0, 1) == second, "until a checkpoint has it"
+    store.close()
+
+
+@pytest.mark.parametrize(("policy", "last"), [("train", 2), ("drop", 0)])
+def test_prompts_that_end_in_the_middle_of_a_batch(tmp_path: Path, policy: str, last: int) -> None:
+    """Fault 13: the trainer has begun the batch, so it is ended: with what is left, or with nothing."""
+    settings = make_settings(
+        schedule="stream",
+        groups_per_batch=4,
+        num_mini_batches=2,
+        max_outstanding_groups=8,
+        iterations=None,
+        last_batch=policy,
+    )
+    store = open_store(tmp_path, settings, Prompts(rows=3, epochs=1))
+    hand = Hand(store)
+    hand.make(2)
+    assert store.next_batch(0, 0) is not None
+    hand.make(2)
+    batch = store.next_batch(0, 1)
+    assert batch is not None and (batch.part, batch.num_parts, len(batch.ids)) == (1, 2, last)
+    assert store.over(1) and store.next_batch(1, 0) is None
+    store.trained(Trained(0, V1, 0, {}))
+    assert reasons(store) == ({} if last else {"data_exhausted": 2})
+    assert set(states(store).values()) == ({"trained"} if last else {"trained", "dropped"})
 
 
 def test_a_batch_beyond_the_cuts_is_refused(hand: Hand) -> None:
