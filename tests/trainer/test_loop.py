@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor
 from laminar.config import Config
 from laminar.errors import ProtocolError
 from laminar.trainer import checkpoint, checkpoint_folder
-from laminar.trainer.loop import TrainerLoop
+from laminar.trainer.loop import Statistics, TrainerLoop, merge_statistics
 from laminar.trainer.torch_backend import TorchBackend
 from laminar.types import Batch, Trained, Version
 
@@ -285,3 +286,116 @@ def test_a_batch_out_of_order_is_refused(world: World, config: Config, tmp_path:
     world.next_batch = lambda update, part: world.make_batch(update + 1)  # type: ignore[method-assign]
     with pytest.raises(ProtocolError, match="batch 1"):
         run(world, config, tmp_path)
+
+
+# ---------------------------------------------------------------- batches in parts
+
+
+@pytest.fixture
+def in_parts(world: World) -> World:
+    """Every batch comes in two parts of two groups; the requests are in the log."""
+    serve = world.make_batch
+
+    def next_batch(update: int, part: int) -> Batch | None:
+        world.log.append(("ask", (update, part)))
+        if update >= world.num_cuts:
+            return None
+        batch = serve(2 * update + part, groups=(3, 2), first_group=2 * part, version=Version(0, update))
+        return dataclasses.replace(batch, update=update, part=part, num_parts=2)
+
+    world.next_batch = next_batch  # type: ignore[method-assign]
+    return world
+
+
+@pytest.fixture
+def stream(make_config: Callable[..., Config]) -> Config:
+    return make_config(schedule="stream", iterations=3, train__num_mini_batches=2, train__checkpoint_every=2)
+
+
+def test_a_batch_in_parts_is_one_iteration(in_parts: World, stream: Config, tmp_path: Path) -> None:
+    """Schedule `stream`: parts in order, each asked for while the one before is trained; one version, one report."""
+    assert run(in_parts, stream, tmp_path)
+    asked = [about for what, about in in_parts.log if what == "ask"]
+    assert asked == [(u, part) for u in range(3) for part in (0, 1)]
+    assert [about for what, about in in_parts.log if what == "publish"] == [0, 1, 2, 3]
+    assert [report.update for report in in_parts.reports] == [0, 1, 2]
+    assert {"loss", "lr", "reward_mean", "trainer_wait_s", "train_s", "publish_stall_s"} <= set(
+        in_parts.reports[0].statistics
+    )
+    assert checkpoint_folder.newest(tmp_path) == tmp_path / "000003"
+
+
+def test_a_kill_between_parts_trains_the_whole_batch_again(
+    in_parts: World, make_batch: Callable[..., Batch], stream: Config, tmp_path: Path
+) -> None:
+    """Invariant 12: what was learned from the first part is not in any version, and comes out again."""
+    serve = in_parts.next_batch
+    killed = []
+
+    def next_batch(update: int, part: int) -> Batch | None:
+        if (update, part) == (1, 1) and not killed:
+            killed.append(part)
+            raise Killed
+        return serve(update, part)
+
+    assert run(in_parts, stream, tmp_path / "whole")
+    whole, recorded = in_parts.final, list(in_parts.recorded)
+    in_parts.recorded.clear()
+    in_parts.next_batch = next_batch  # type: ignore[method-assign]
+    with pytest.raises(Killed):
+        run(in_parts, stream, tmp_path / "run")
+    assert [version.number for version, _ in in_parts.recorded] == [0, 1]
+    assert run(in_parts, stream, tmp_path / "run")
+    assert in_parts.recorded == recorded
+    assert all(torch.equal(in_parts.final[name], tensor) for name, tensor in whole.items())
+
+
+def test_a_last_part_may_be_empty(in_parts: World, stream: Config, tmp_path: Path) -> None:
+    """Fault 13: the prompts ended after the first part; what that taught is published."""
+    serve = in_parts.next_batch
+
+    def next_batch(update: int, part: int) -> Batch | None:
+        if (update, part) == (1, 1):
+            return dataclasses.replace(in_parts.make_batch(update, groups=()), part=1, num_parts=2)
+        return serve(update, part) if update < 2 else None
+
+    in_parts.next_batch = next_batch  # type: ignore[method-assign]
+    assert run(in_parts, stream, tmp_path)
+    assert [version.number for version, _ in in_parts.recorded] == [0, 1, 2]
+    assert len({fingerprint for _, fingerprint in in_parts.recorded}) == 3
+    assert in_parts.reports[-1].statistics["reward_mean"] is not None
+
+
+ROWS: list[tuple[int, Statistics]] = [
+    (6, {"loss": 1.0, "lr": 0.1, "train_s": 2.0, "skipped_steps": 1.0, "logprob_gap_max": 0.3, "kl_ref": None}),
+    (2, {"loss": 3.0, "lr": 0.2, "train_s": 1.0, "skipped_steps": 0.0, "logprob_gap_max": 0.1, "kl_ref": None}),
+]
+
+
+def test_statistics_of_parts_make_one_row() -> None:
+    """Means are weighted by samples; times and counts add up; of `lr` the last is told."""
+    merged = merge_statistics(ROWS)
+    assert merged == {
+        "loss": 1.5,
+        "lr": 0.2,
+        "train_s": 3.0,
+        "skipped_steps": 1.0,
+        "logprob_gap_max": 0.3,
+        "kl_ref": None,
+    }
+    assert merge_statistics(ROWS[:1]) == ROWS[0][1]
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ([(4, 1.0), (4, None)], 1.0),
+        ([(4, None), (4, 2.0)], 2.0),
+        ([(4, 1.0), (0, None)], 1.0),
+        ([(0, 1.0), (0, 2.0)], None),
+    ],
+)
+def test_a_part_in_which_nothing_was_measured_weighs_nothing(
+    parts: list[tuple[int, float | None]], expected: float | None
+) -> None:
+    assert merge_statistics([(size, {"entropy": value}) for size, value in parts]) == {"entropy": expected}
