@@ -75,7 +75,7 @@ def _gpus(
         if shared is None:
             shared = replicas * profile.gpus_per_replica
         replicas = rollout.get("replicas", max(1, shared // profile.gpus_per_replica))
-        return tuple(shared if value is None else value for value in (total, ours, theirs)) + (replicas,)
+        return (*(shared if value is None else value for value in (total, ours, theirs)), replicas)
     if ours is None:
         if total is None or "replicas" in rollout:
             ours = replicas * profile.gpus_per_replica
