@@ -60,7 +60,8 @@ class Manager:
         commands += self.schedule.plan(self.state)
         commands += self._move(now)
         commands += self._keep()
-        commands += self._link()
+        if isinstance(event, RelayBeat | ProcessEnded | Tick):
+            commands += self._link()
         return commands
 
     def take_notes(self) -> list[str]:

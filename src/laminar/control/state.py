@@ -115,7 +115,7 @@ class State:
         self.replicas: dict[str, Replica] = {}
         """By id, in order."""
         self.relays: dict[str, Relay] = {}
-        self._newest: dict[str, Version] = {}
+        self._newest: dict[str, Version | None] = {}
         """Newest version whole on each machine."""
         self.trainer = TrainerBeat(0, None, 0, "starting")
         self.live: dict[int, str] = {}
@@ -238,13 +238,13 @@ class State:
         if self.heard(now, "relay", beat.relay, beat.incarnation) is None:
             return
         relay = self.relays.get(beat.relay)
-        if relay is None or relay.incarnation < beat.incarnation:
+        is_new = relay is None or relay.incarnation < beat.incarnation
+        if relay is None or is_new:
             relay = self.relays[beat.relay] = Relay(beat.relay, beat.incarnation, beat.node)
-        relay.whole = beat.whole
-        if shown := [v for r in self.relays.values() if r.node == beat.node for v in r.whole]:
-            self._newest[beat.node] = max(shown)
-        else:
-            self._newest.pop(beat.node, None)
+        if is_new or beat.whole != relay.whole:
+            relay.whole = beat.whole
+            shown = [v for r in self.relays.values() if r.node == beat.node for v in r.whole]
+            self._newest[beat.node] = max(shown, default=None)
 
     def trainer_beat(self, now: float, beat: TrainerBeat) -> None:
         if self.heard(now, "trainer", "trainer", beat.incarnation) is None:
