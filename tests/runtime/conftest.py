@@ -23,7 +23,7 @@ from laminar.run_folder import NODE, RunFolder, read_json, read_jsonl
 from laminar.runtime import guard, launch
 
 SORT = Path(__file__).parents[2] / "examples" / "sort" / "config.toml"
-SMALL = ("train.groups_per_batch=4", "train.group_size=4", "data.eval=none")
+SMALL = ("train.groups_per_batch=4", "train.group_size=4", "data.eval=none", "eval.temperature=0.0")
 """A batch of 16 samples and no evaluation."""
 
 
@@ -85,7 +85,7 @@ def check_account(folder: RunFolder, completed: bool) -> dict[str, Any]:
     return account
 
 
-def wait_until(condition: Callable[[], Any], what: str, within_s: float = 90.0) -> Any:
+def wait_until(condition: Callable[[], Any], what: str, within_s: float = 240.0) -> Any:
     """The first true value of `condition`; fails after `within_s`, saying what did not come."""
     deadline = time.monotonic() + within_s
     while not (value := condition()):
@@ -138,7 +138,7 @@ class Command:
                 continue
         self.process.wait()
 
-    def wait(self, within_s: float = 120.0) -> tuple[int, str]:
+    def wait(self, within_s: float = 240.0) -> tuple[int, str]:
         """Exit code and what it printed."""
         out, _ = self.process.communicate(timeout=within_s)
         return self.process.returncode, out

@@ -13,6 +13,9 @@ from laminar import reports
 from laminar.errors import RunFailed
 from tests.runtime.conftest import Command, Run, check_account, sort_config, wait_until
 
+pytestmark = pytest.mark.timeout(900)
+"""Real processes on a machine that may be busy: the deadlines inside say what did not come."""
+
 
 @pytest.fixture
 def rewards(tmp_path: Path) -> Path:

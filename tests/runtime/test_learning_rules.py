@@ -9,6 +9,9 @@ import pytest
 from laminar import reports
 from tests.runtime.conftest import Run, fingerprints, sort_config, write_rows
 
+pytestmark = pytest.mark.timeout(900)
+"""Real processes on a machine that may be busy: the deadlines inside say what did not come."""
+
 
 def test_no_staleness_is_sync_bit_for_bit(run: Run) -> None:
     """Invariant 8 and fault 31: `max_staleness=0` gives the weights of `schedule="sync"`, with 1 and 2 replicas."""

@@ -21,6 +21,9 @@ from laminar.trainer.step import TrainState, train_batch
 from laminar.weights.publisher import Publisher
 from tests.runtime.conftest import Command, check_account, wait_until
 
+pytestmark = pytest.mark.timeout(900)
+"""Real processes on a machine that may be busy: the deadlines inside say what did not come."""
+
 
 def assert_weights_follow_from_cuts(folder: RunFolder, tmp_path: Path) -> int:
     """Train the recorded cuts in one uninterrupted pass: every fingerprint on record must come out again."""
