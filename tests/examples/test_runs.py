@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(900)
+"""Real processes on a machine that may be busy: the deadlines inside say what did not come."""
+
 ROOT = Path(__file__).parents[2]
 LAMINAR = str(Path(sys.executable).with_name("laminar"))
 
@@ -28,9 +31,6 @@ def run(*command: str, cwd: Path, within_s: float = 300.0) -> str:
     ],
     ids=["sort", "sort in sync with two replicas", "arithmetic"],
 )
-
-pytestmark = pytest.mark.timeout(900)
-"""Real processes on a machine that may be busy: the deadlines inside say what did not come."""
 def test_an_example_trains_and_its_model_loads(tmp_path: Path, example: str, short: list[str]) -> None:
     config = str(ROOT / "examples" / example / "config.toml")
     summary = run(LAMINAR, "train", config, *short, "--run-dir", "run", cwd=tmp_path)
