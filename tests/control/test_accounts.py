@@ -356,3 +356,48 @@ def test_an_evaluation_is_finished_under_its_version_or_dropped() -> None:
         accounts.finish(first.id, first.owner_epoch, 0, "stop")
         accounts.score(first.id, 0, 1.0, None)
         assert told(accounts, EvalDone) == [EvalDone(V0)]
+
+
+def test_a_batch_is_given_up_while_the_next_is_cut_in_part(stream: Callable[..., Accounts]) -> None:
+    """Protocol §3: the trainer asks ahead, so part 0 of batch 1 stands when batch 0 is given up; it stays."""
+    accounts = stream(max_staleness=1)
+    accounts.issue("r0", 1, V0)
+    for s in accounts.groups[5].samples:
+        accounts.append(s.id, 0, 0, 3)
+    buffered(accounts, 0, 1, 2, 3, 4, 5)
+    cuts = [accounts.cut_next(oldest_first) for _ in range(3)]
+    assert [(c.update, c.part) for c in cuts if c is not None] == [(0, 0), (0, 1), (1, 0)]
+    assert accounts.give_up_cut(0) and accounts.room(V0) == 6
+    for group in [accounts.issue("r0", 1, V0) for _ in range(6)]:
+        for s in group.samples:
+            accounts.append(s.id, 0, 0, 3)
+        buffered(accounts, group.id)
+    again = []
+    while (cut := accounts.cut_next(oldest_first)) is not None:
+        again.append((cut.update, cut.part, cut.groups))
+    assert again == [(0, 0, (6, 7)), (0, 1, (8, 9)), (1, 1, (10, 11))]
+    assert accounts.cuts[1, 0].groups == (4, 5) and (accounts.update, accounts.part) == (2, 0)
+
+
+def test_a_part_that_stands_takes_places_of_a_later_batch(stream: Callable[..., Accounts]) -> None:
+    """Invariant 7 after a batch is given up: batch 1 has two places, not four, for what is due there."""
+    accounts = stream(max_staleness=1)
+    accounts.issue("r0", 1, V0)
+    for s in accounts.groups[5].samples:
+        accounts.append(s.id, 0, 0, 3)
+    buffered(accounts, 0, 1, 2, 3, 4, 5)
+    for _ in range(3):
+        accounts.cut_next(oldest_first)
+    accounts.give_up_cut(0)
+    old = [accounts.issue("r0", 1, V0) for _ in range(4)]
+    young = [accounts.issue("r1", 1, V1) for _ in range(3)]
+    for group in (*young, *old):
+        for s in group.samples:
+            accounts.append(s.id, 0, 0, 3)
+        buffered(accounts, group.id)
+    first = accounts.cut_next(oldest_first)
+    assert first is not None and first.groups == (young[0].id, young[1].id)
+    second = accounts.cut_next(oldest_first)
+    assert second is not None and second.groups == (old[0].id, old[1].id)
+    last = accounts.cut_next(oldest_first)
+    assert last is not None and (last.update, last.groups) == (1, (old[2].id, old[3].id))

@@ -453,7 +453,7 @@ class Accounts:
                 return None
         buffered = order([g for g in live if g.state == "buffered"])
         choice = staleness.choose(
-            self.update, batch, empty, size, ((g.id, g.deadline) for g in live), [g.id for g in buffered], self.ahead
+            self.update, batch, empty, size, ((g.id, g.deadline) for g in live), [g.id for g in buffered], self._taken()
         )
         if choice.groups is None:
             self._waits_for = frozenset(choice.waits_for)
@@ -467,13 +467,23 @@ class Accounts:
             group.update, group.part = cut.update, cut.part
         self.cut_groups += len(cut.groups)
         self.part += 1
-        if self.part >= num_parts:
-            self.update, self.part = self.update + 1, 0
+        last = self.part >= num_parts
+        if last:
+            self.update += 1
             while self.update in self.ahead:
                 self.ahead.remove(self.update)
                 self.update += 1
-        self.events.append(CutMade(cut.update, cut.part, cut.groups, last=self.part == 0))
+            self.part = sum(c.update == self.update for c in self.cuts.values())
+        self.events.append(CutMade(cut.update, cut.part, cut.groups, last))
         return cut
+
+    def _taken(self) -> dict[int, int]:
+        """Places of batches after u that standing cuts have."""
+        taken = {c.update: 0 for c in self.cuts.values() if c.update > self.update}
+        for c in self.cuts.values():
+            if c.update in taken:
+                taken[c.update] += len(c.groups)
+        return taken | dict.fromkeys(self.ahead, self.settings.groups_per_batch)
 
     def give_up_cut(self, update: int) -> bool:
         """The trainer can't train this cut: its groups are dropped and the batch is cut again, before any later one.

@@ -14,7 +14,7 @@ stuck.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from laminar.types import Settings
@@ -52,13 +52,13 @@ def choose(
     size: int,
     live: Iterable[tuple[int, int | None]],
     candidates: Sequence[int],
-    full: Collection[int] = (),
+    taken: Mapping[int, int] | None = None,
 ) -> Choice:
     """Pick `size` of `candidates` for batch `update`, which has `empty` of its `batch` places left.
 
     `live` holds (group, deadline) of every live group, `candidates` the buffered ones in the order that the sampler
-    prefers, `full` later batches that stand already (batch `update` was given up after them). The first candidates
-    are taken but where that would leave a deadline that can't be met.
+    prefers, `taken` the places of later batches that are taken already (batch `update` was given up after them). The
+    first candidates are taken but where that would leave a deadline that can't be met.
     """
     deadlines = {group: due for group, due in live if due is not None}
     horizon = max(deadlines.values(), default=update)
@@ -68,7 +68,7 @@ def choose(
     later = 0
     """places in batches after `update` and up to h"""
     for h in range(update, horizon + 1):
-        later += batch if h > update and h not in full else 0
+        later += batch - (taken or {}).get(h, 0) if h > update else 0
         open_must[h] = max(0, bisect_right(ordered, h) - (empty - size) - later)
     picked: list[int] = []
     for group in candidates:
