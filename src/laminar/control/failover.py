@@ -73,12 +73,9 @@ def adopt_orphans(state: State) -> Iterator[Command]:
     for (version, is_eval), samples in _by_version(state):
         holders = [r for r in state.alive() if _may_adopt(state, r, version, is_eval)]
         if holders:
-            holder = min(holders, key=lambda r: (len(r.unfinished), r.id))
-            for sample in samples:
-                del state.orphans[sample]
-            holder.receives[ORPHANS] = None
-            assert holder.version is not None
-            yield Adopt(holder.id, holder.incarnation, holder.version, tuple(samples), "it holds their version")
+            late = _is_late(state, samples[0])
+            coming = 0 if late else sum(_is_coming(state, r, version) for r in state.replicas.values())
+            yield from _share_out(state, holders, coming, samples)
         elif not _is_late(state, samples[0]) and not any(r.pulling == version for r in state.replicas.values()):
             for replica in state.waiting():
                 if state.has_version(replica.node, version):
@@ -86,6 +83,28 @@ def adopt_orphans(state: State) -> Iterator[Command]:
                     replica.pulling = version
                     yield Pull(replica.id, replica.incarnation, version, "orphans of this version wait for it")
                     break
+
+
+def _share_out(state: State, holders: list[Replica], coming: int, samples: list[SampleId]) -> Iterator[Command]:
+    """Level the work of all who hold the version; what is meant for those who are still `coming` waits for them."""
+    held = sum(len(r.unfinished) for r in holders)
+    level = -(-(held + len(samples)) // (len(holders) + coming))
+    for holder in sorted(holders, key=lambda r: (len(r.unfinished), r.id)):
+        free = level - len(holder.unfinished)
+        if free <= 0 or not samples or ORPHANS in holder.receives:
+            continue
+        taken, samples = tuple(samples[:free]), samples[free:]
+        for sample in taken:
+            del state.orphans[sample]
+        holder.receives[ORPHANS] = None
+        assert holder.version is not None
+        yield Adopt(holder.id, holder.incarnation, holder.version, taken, "it holds their version")
+
+
+def _is_coming(state: State, replica: Replica, version: Version) -> bool:
+    """Whether the replica will soon hold this version: it loads it, or waits for its first weights."""
+    is_there = state.processes["replica", replica.id].state in ("starting", "alive") and not replica.draining
+    return is_there and (replica.pulling == version or (replica.version is None and replica.pulling is None))
 
 
 def restart_orphans(state: State, replica: Replica, max_groups: int) -> Command | None:
