@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from laminar.control.events import ProcessEnded, ReplicaBeat
 from laminar.control.liveness import forgive, judge, lost_time
 from laminar.control.state import Process
 from tests.control.plans import make_settings
+from tests.control.scene import Scene, v
 
 SETTINGS = make_settings(suspect_after_s=2.0, dead_after_s=30.0)
 
@@ -47,3 +49,14 @@ def test_a_manager_that_was_away_forgives() -> None:
     assert (silent.heard, silent.moved) == (99.0, 98.0)
     assert (spoke.heard, spoke.moved) == (100.0, 100.0)
     assert judge(100.0, [silent, spoke], SETTINGS) == []
+
+
+def test_a_late_word_of_a_replica_that_was_given_up_is_ignored() -> None:
+    """Fault 4: it was only stopped, and is continued when nobody counts on it any more."""
+    scene = Scene(replicas=2, max_restarts=1)
+    scene.ready()
+    for incarnation in (1, 2):
+        scene.handle(ProcessEnded("replica", "r0", incarnation, "killed"))
+    scene.beat("r0", 0)
+    scene.handle(ReplicaBeat("r0", 2, "idle", v(0), 0))
+    assert scene.state.processes["replica", "r0"].state == "given up"

@@ -89,6 +89,9 @@ PROCESS: Table = {
 }
 """Whether a process is there, as the manager sees it."""
 
+ENDED = ("dead", "stopped", "given up")
+"""States of a process from which nothing more is taken in: it may only have been stopped, and be continued late."""
+
 SLOT: Table = {
     ("empty", "write"): "writing",
     ("writing", "write"): "writing",

@@ -119,8 +119,7 @@ class Manager:
 
     def _process_ended(self, event: ProcessEnded) -> Iterator[Command]:
         process = self.state.processes.get((event.role, event.id))
-        ended = ("dead", "stopped", "given up")
-        if process is None or process.incarnation != event.incarnation or process.state in ended:
+        if process is None or process.incarnation != event.incarnation or process.state in ledger.ENDED:
             return
         if event.cause is not None:
             yield from failover.died(self.state, process, event.cause)

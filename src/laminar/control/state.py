@@ -200,7 +200,7 @@ class State:
         process = self.processes.get((role, id_))
         if process is None or incarnation > process.incarnation:
             process = self.processes[role, id_] = Process(role, id_, incarnation, heard=now, moved=now)
-        if incarnation < process.incarnation or process.state in ("dead", "stopped"):
+        if incarnation < process.incarnation or process.state in ledger.ENDED:
             return None
         process.state = ledger.step(ledger.PROCESS, process.state, "beat", f"{role} {id_}")
         process.heard = now
