@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from laminar.control.commands import Command
 from laminar.control.events import Beat
 from laminar.sim.kernel import Action
+from laminar.sim.links import Link
 
 if TYPE_CHECKING:
     from laminar.sim.world import World
@@ -22,6 +23,7 @@ class Process(Generic[B]):
     def __init__(self, world: World, id_: str, incarnation: int) -> None:
         self.id, self.incarnation = id_, incarnation
         self.alive = True
+        self._stopped_until = 0.0
         self.world, self.kernel = world, world.kernel
         self.from_manager = world.link(world.plan.delays.beat_s)
         self.to_manager = world.link(world.plan.delays.beat_s)
@@ -29,6 +31,24 @@ class Process(Generic[B]):
 
     def kill(self) -> None:
         self.alive = False
+
+    def inboxes(self) -> tuple[Link, ...]:
+        """Links that end here."""
+        return (self.from_manager,)
+
+    def links_with(self, peer: str) -> tuple[Link, ...]:
+        """Both directions between this process and `manager` or `datastore`."""
+        return (self.from_manager, self.to_manager) if peer == "manager" else ()
+
+    def stall(self, seconds: float) -> None:
+        """Stop, and continue later: what it has planned and what comes in meanwhile wait until then."""
+        self._stopped_until = max(self._stopped_until, self.kernel.now + seconds)
+        for link in self.inboxes():
+            link.hold(self._stopped_until)
+
+    @property
+    def stopped(self) -> bool:
+        return self.kernel.now < self._stopped_until
 
     def obey(self, command: Command) -> None:
         """Do what the manager wants."""
@@ -39,8 +59,11 @@ class Process(Generic[B]):
         raise NotImplementedError
 
     def quiet_beat(self) -> B | None:
-        """What the next tick carries; None while a beat is on its way, which is newer than what it would replace."""
-        return None if self._beats_on_their_way else self.beat()
+        """What the next tick carries; None while a beat is on its way, which is newer than what it would replace.
+
+        None as well while it is stopped or nothing gets through.
+        """
+        return None if self._beats_on_their_way or self.stopped or self.to_manager.held else self.beat()
 
     def speak(self) -> None:
         """Send a beat now: there is news."""
@@ -53,9 +76,12 @@ class Process(Generic[B]):
         self.world.manager.beat(beat)
 
     def after(self, seconds: float, action: Action) -> None:
-        """Do something later, if still alive then."""
-        self.kernel.after(seconds, lambda: self._if_alive(action))
+        """Do something later, if still alive then, and not before it is continued."""
+        self.kernel.after(seconds, lambda: self.when_running(action))
 
-    def _if_alive(self, action: Action) -> None:
-        if self.alive:
+    def when_running(self, action: Action) -> None:
+        """Do something now; if it is stopped, when it is continued."""
+        if self.alive and self.stopped:
+            self.kernel.at(self._stopped_until, lambda: self.when_running(action))
+        elif self.alive:
             action()

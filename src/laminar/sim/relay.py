@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from laminar.control.commands import Command, Keep, Links, Stop
 from laminar.control.events import RelayBeat
 from laminar.errors import ProtocolError
+from laminar.sim.links import Link
 from laminar.sim.process import Process
 from laminar.types import Version
 
@@ -40,6 +41,9 @@ class Relay(Process[RelayBeat]):
         spare = self.world.plan.spare_slots
         self.whole = (*(kept[-spare:] if spare else ()), newest)
         self.speak()
+
+    def inboxes(self) -> tuple[Link, ...]:
+        return (self.from_manager, self.from_trainer)
 
     def beat(self) -> RelayBeat:
         return RelayBeat(self.id, self.incarnation, self.node, self.whole, 1)

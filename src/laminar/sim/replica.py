@@ -11,6 +11,7 @@ from laminar.control.events import ReplicaBeat
 from laminar.decoding import FluidDecoder
 from laminar.errors import ProtocolError
 from laminar.sim.kernel import Kernel, Timer
+from laminar.sim.links import Link
 from laminar.sim.process import Process
 from laminar.timing import keyed_uniform
 from laminar.types import Load, SampleId, Version
@@ -80,7 +81,7 @@ class Replica(Process[ReplicaBeat]):
         self.reprefilled_s = 0.0
         """Prefill of tokens that another replica had made."""
         delays = world.plan.delays
-        self.from_store, self._to_store = world.link(delays.exchange_s), world.link(delays.exchange_s)
+        self.from_store, self.to_store = world.link(delays.exchange_s), world.link(delays.exchange_s)
         self._pull: Pull | None = None
         self._loading = False
         self._failed_pulls = self._step = 0
@@ -97,6 +98,30 @@ class Replica(Process[ReplicaBeat]):
         self._advance()
         super().kill()
         Kernel.cancel(self._timer)
+
+    def inboxes(self) -> tuple[Link, ...]:
+        return (self.from_manager, self.from_store)
+
+    def links_with(self, peer: str) -> tuple[Link, ...]:
+        return (self.from_store, self.to_store) if peer == "datastore" else super().links_with(peer)
+
+    def stall(self, seconds: float) -> None:
+        """Stop. The engine goes on later from where it is, which here costs it a prefill."""
+        self._advance()
+        for held in self._running():
+            self._put_down(held)
+        self._set_timer()
+        self.kernel.after(seconds, self._continue)  # before anything that waits for this moment
+        super().stall(seconds)
+
+    def _continue(self) -> None:
+        if not self.alive or self.stopped or self._loading:
+            return
+        self._advance()
+        for held in self.held.values():
+            if not held.ended and held.work.sample not in self.decoder:
+                self._take_up(held)
+        self._set_timer()
 
     # ------------------------------------------------------------ manager
 
@@ -269,16 +294,17 @@ class Replica(Process[ReplicaBeat]):
         new = self._next
         if not self._exchanging and (new.tokens or new.ended or new.failed or new.released or new.accepted):
             self._next, self._exchanging = Report([], [], [], [], []), True
-            self._to_store.send(lambda: self._exchange(new))
+            self.to_store.send(lambda: self._exchange(new))
 
     def _exchange(self, report: Report) -> None:
         """The report reaches the data store; its answer may get lost, and then it is sent again."""
         self.world.store.exchange(report)
-        if not self.alive:
-            return
-        if self._to_store.lost():
-            self.kernel.after(self.world.plan.delays.retry_s, lambda: self._exchange(report))
-            return
+        if self.to_store.lost():
+            self.after(self.world.plan.delays.retry_s, lambda: self._exchange(report))
+        else:
+            self.when_running(lambda: self._answered(report))
+
+    def _answered(self, report: Report) -> None:
         self._exchanging = False
         for sample, epoch in (*report.ended, *report.failed):
             held = self.held.get(sample)

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class Scorer:
     """One incarnation. Groups are scored side by side."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, world: World, incarnation: int) -> None:
+        self.world, self.incarnation = world, incarnation
         self._link = world.link(world.plan.delays.exchange_s)
         self.alive = True
 

@@ -26,7 +26,7 @@ from laminar.control.commands import (
 )
 from laminar.control.events import CutTrained, EvalDone, Recovered, StoreEvent, StoreEvents
 from laminar.errors import ProtocolError
-from laminar.sim.replica import Report, Work
+from laminar.sim.replica import Replica, Report, Work
 from laminar.timing import keyed_uniform
 from laminar.types import SampleId, Version
 
@@ -217,14 +217,18 @@ class Store:
         work = [Work(s.id, s.owner_epoch, s.version, s.length) for s in samples]
         replica.from_store.send(lambda: replica.receive(work))
         if self._world.plan.delays.loss:
-            self._kernel.after(
-                2 * self._world.plan.delays.retry_s, lambda: self._post_again(replica_id, incarnation, work)
-            )
+            self._kernel.after(2 * self._world.plan.delays.retry_s, lambda: self._post_again(replica, work))
 
-    def _post_again(self, replica_id: str, incarnation: int, work: Iterable[Work]) -> None:
-        samples = [s for w in work if (s := self.accounts.sample(w.sample)) is not None and s.owner_epoch == w.epoch]
-        waiting = [s for s in samples if s.state == "issued" and (s.owner, s.incarnation) == (replica_id, incarnation)]
-        self._post(replica_id, incarnation, waiting)
+    def _post_again(self, replica: Replica, work: Sequence[Work]) -> None:
+        """Repeats travel in answers, and a replica asks once at a time: none is older than what it said last."""
+        if replica.alive and self._waiting(work):
+            replica.from_store.send(lambda: replica.receive(self._waiting(work)))
+            self._kernel.after(2 * self._world.plan.delays.retry_s, lambda: self._post_again(replica, work))
+
+    def _waiting(self, work: Sequence[Work]) -> list[Work]:
+        """What has not been accepted, of work that its owner still has."""
+        samples = [(w, self.accounts.sample(w.sample)) for w in work]
+        return [w for w, s in samples if s is not None and s.owner_epoch == w.epoch and s.state == "issued"]
 
     def _happens(self, what: str, rate: float, *key: int) -> bool:
         return rate > 0 and keyed_uniform(what, self._world.plan.seed, *key) < rate

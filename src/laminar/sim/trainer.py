@@ -8,6 +8,7 @@ from laminar.control.accounts import Cut
 from laminar.control.commands import Command, Stop
 from laminar.control.events import TrainerBeat
 from laminar.errors import ProtocolError
+from laminar.sim.links import Link
 from laminar.sim.process import Process
 from laminar.types import Version
 
@@ -25,11 +26,17 @@ class Trainer(Process[TrainerBeat]):
         self.checkpoint = self.version = checkpoint
         self.state = "starting"
         delays = world.plan.delays
-        self.from_store, self._to_store = world.link(delays.exchange_s), world.link(delays.exchange_s)
+        self.from_store, self.to_store = world.link(delays.exchange_s), world.link(delays.exchange_s)
         self._waiting: list[Cut | None] = []
         """Parts of batches that have come; None: there will be no more."""
         self._training = False
         self.after(world.publish_s, self._begin)
+
+    def inboxes(self) -> tuple[Link, ...]:
+        return (self.from_manager, self.from_store)
+
+    def links_with(self, peer: str) -> tuple[Link, ...]:
+        return (self.from_store, self.to_store) if peer == "datastore" else super().links_with(peer)
 
     # ------------------------------------------------------------ manager
 
@@ -52,7 +59,7 @@ class Trainer(Process[TrainerBeat]):
 
     def _request(self, update: int, part: int) -> None:
         if update != self.world.settings.iterations:
-            self._to_store.send(lambda: self.world.store.want(update, part, self))
+            self.to_store.send(lambda: self.world.store.want(update, part, self))
         else:
             self._waiting.append(None)
 
@@ -117,15 +124,16 @@ class Trainer(Process[TrainerBeat]):
 
     def _report(self, cut: Cut) -> None:
         """Tell the data store; again, if its answer gets lost."""
-        self._to_store.send(lambda: self._reported(cut))
+        self.to_store.send(lambda: self._reported(cut))
 
     def _reported(self, cut: Cut) -> None:
         self.world.store.trained(cut.update)
-        if not self.alive:
-            return
-        if self._to_store.lost():
-            self.kernel.after(self.world.plan.delays.retry_s, lambda: self._reported(cut))
-            return
+        if self.to_store.lost():
+            self.after(self.world.plan.delays.retry_s, lambda: self._reported(cut))
+        else:
+            self.when_running(lambda: self._answered(cut))
+
+    def _answered(self, cut: Cut) -> None:
         if self.version % self.world.plan.checkpoint_every == 0:
             self.checkpoint = self.world.checkpoint = self.version
         self._training = False

@@ -62,6 +62,8 @@ class World:
         self.term = 0
         self.checkpoint = self.highest = 0
         """Newest durable checkpoint, and the highest number that was published."""
+        self.published: Version | None = None
+        """Newest version that the trainer has written since everything was started."""
         self.trainer_busy_s = 0.0
         """Seconds of training, publishing apart."""
         self.replicas: dict[str, Replica] = {}
@@ -95,10 +97,11 @@ class World:
             self.kernel.at(at, lambda later=restarts[number + 1 :]: self._begin(later))  # type: ignore[misc]
         plan, term = self.plan, self.term
         self._retired += self.replicas.values()
-        self.replicas, self.relays = {}, {}
-        self.scorer = Scorer(self)
+        self.replicas, self.relays, self.published = {}, {}, None
+        self.scorer = Scorer(self, term)
         self.store.begin()
         self.manager = ManagerProcess(self, self.store.recovered(term))
+        self.manager.handle(ProcessStarted("scorer", "scorer", term))
         self._start("trainer", "trainer", term)
         self._start("relay", "relay-0", term)
         for i in range(plan.replicas):
@@ -148,7 +151,7 @@ class World:
         self.manager.look()
         if not self.marks or version.number > self.highest:
             self.marks.append(self._mark(version.number))
-        self.highest = version.number
+        self.highest, self.published = version.number, version
         for relay in self.relays.values():
             relay.from_trainer.send(lambda r=relay: r.receive(version))  # type: ignore[misc]
 
@@ -169,10 +172,16 @@ class World:
 
     def kill(self, role: str, id_: str, cause: str = "killed") -> None:
         """A process dies; the driver sees it and tells the manager."""
-        process = self.process(role, id_)
-        if process is not None:
+        if role == "scorer":
+            if not self.scorer.alive:
+                return
+            self.scorer.alive, incarnation = False, self.scorer.incarnation
+        elif process := self.process(role, id_):
             process.kill()
-            self.kernel.after(self.plan.notice_s, lambda: self.ended(role, id_, process.incarnation, cause))
+            incarnation = process.incarnation
+        else:
+            return
+        self.kernel.after(self.plan.notice_s, lambda: self.ended(role, id_, incarnation, cause))
 
     def ended(self, role: str, id_: str, incarnation: int, cause: str | None) -> None:
         """The driver tells the manager that a process has ended; without a cause, in order."""
@@ -205,12 +214,12 @@ class World:
                 node = f"node-{number}"
                 slots = self.relays[node].whole if node in self.relays else ()
                 relay = self.relays[node] = Relay(self, id_, incarnation, node, broadcast_s, slots)
-                if newest := self.relays["node-0"].whole[-1:]:  # it may have missed what the chain has had
-                    relay.from_trainer.send(lambda: relay.receive(*newest))
+                if newest := self.published:  # it may have missed what the chain has had, or the trainer has written
+                    relay.from_trainer.send(lambda: relay.receive(newest))
             case "trainer":
                 self.trainer = Trainer(self, incarnation, self.checkpoint)
             case "scorer":
-                self.scorer = Scorer(self)
+                self.scorer = Scorer(self, incarnation)
                 self.store.hand_all()
             case other:
                 raise ProtocolError(f"{other} can't be replaced")
