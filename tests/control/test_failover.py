@@ -267,14 +267,3 @@ def test_a_raised_lineage_is_another_version() -> None:
     scene.handle(ReplicaBeat("r0", 1, "idle", new, 0, node="n"))
     commands = scene.store(Orphaned(samples([5]), v(2), 6), Finished(()), Buffered(()))
     assert some(commands, Adopt, Restart) == [Restart("r0", 1, new, samples([5]), "nobody can go on with them")]
-
-
-def test_a_late_word_of_a_replica_that_was_given_up_is_ignored() -> None:
-    """Fault 4: it was only stopped, and is continued when nobody counts on it any more."""
-    scene = Scene(replicas=2, max_restarts=1)
-    scene.ready()
-    for incarnation in (1, 2):
-        scene.handle(ProcessEnded("replica", "r0", incarnation, "killed"))
-    scene.beat("r0", 0)
-    scene.handle(ReplicaBeat("r0", 2, "idle", v(0), 0))
-    assert scene.state.processes["replica", "r0"].state == "given up"
