@@ -48,7 +48,20 @@ def test_failed_scores_are_dropped_not_trained(run: Run, rewards: Path) -> None:
     assert len(trained) == account["trained"] and all(r["reward"] is not None for r in trained)
 
 
-@pytest.mark.parametrize("role", ["replica", "trainer", "datastore", "manager", "relay", "scorer"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "role",
+    [
+        "replica",
+        "trainer",
+        "manager",
+        pytest.param("datastore", marks=SLOW),
+        pytest.param("relay", marks=SLOW),
+        pytest.param("scorer", marks=SLOW),
+    ],
+)
 def test_the_death_of_a_process_ends_the_run(command: Callable[..., Command], role: str) -> None:
     """Fault 2: any process of the run is killed; within seconds exit 1, a message, and nothing is left."""
     run = command("iterations=200", "train.checkpoint_every=3")
@@ -65,8 +78,8 @@ def test_the_death_of_a_process_ends_the_run(command: Callable[..., Command], ro
     [
         (signal.SIGINT, "training"),
         (signal.SIGTERM, "starting"),
-        pytest.param(signal.SIGINT, "starting", marks=pytest.mark.slow),
-        pytest.param(signal.SIGTERM, "training", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, "starting", marks=SLOW),
+        pytest.param(signal.SIGTERM, "training", marks=SLOW),
     ],
     ids=lambda value: getattr(value, "name", value),
 )
