@@ -86,10 +86,20 @@ def test_a_move_that_is_called_off_leaves_the_rest_where_it_is() -> None:
     accounts.cancel_move("r0")
     assert told(accounts, MoveEnded) == [MoveEnded("r0", "r1")]
     assert accounts.to_release("r0", 1) == []
-    assert accounts.release(B, 0) is None, "it let go too late: it is asked to go on, as the owner it is"
     assert owner(accounts, A)[0] == "r1" and owner(accounts, B) == ("r0", 1, 0)
     accounts.cancel_move("r0")
     assert accounts.drain_events() == [], "a repeat"
+
+
+def test_what_is_let_go_of_after_the_move_was_called_off_is_an_orphan() -> None:
+    """The source has flushed and forgotten it, and the destination is no longer bound: somebody else goes on."""
+    accounts = account()
+    accounts.move("r0", 1, "r1", 1, V0)
+    accounts.cancel_move("r0")
+    accounts.drain_events()
+    assert accounts.release(A, 0) is None and accounts.release(A, 0) is None
+    assert told(accounts, Orphaned) == [Orphaned((A,), V0, 1)], "once"
+    assert owner(accounts, B) == ("r0", 1, 0)
 
 
 @pytest.mark.parametrize(("dead", "orphans"), [(("r0", 1), [B]), (("r1", 4), [A]), (("r1", 3), []), (("r2", 1), [])])

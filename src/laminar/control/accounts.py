@@ -357,12 +357,16 @@ class Accounts:
         return [(s.id, s.owner_epoch) for s in samples if s.owner == source and s.incarnation == incarnation]
 
     def release(self, sample_id: SampleId, owner_epoch: int) -> Sample | None:
-        """The owner has flushed and let go: the destination of its move owns the sample now. None: old news."""
+        """The owner has flushed and let go: the destination of its move owns the sample now.
+
+        None: old news, or the move has been cancelled meanwhile, and then nobody owns it.
+        """
         s = self._current(sample_id, owner_epoch)
         if s is None or s.owner is None or s.state not in ("issued", "running"):
             return None
         order = self.moves.get(s.owner)
         if order is None or sample_id not in order.pending:
+            self.orphan(s)
             return None
         self._give(s, "move", order.destination, order.incarnation)
         self.events.append(Adopted(order.destination, order.incarnation, order.version, (s.id,)))
