@@ -142,6 +142,19 @@ def test_an_evaluation_whose_weights_are_gone_is_given_up() -> None:
     scene.relay(3)
     commands = scene.store(Finished(samples([0])))
     assert GiveUpEval(v(2), "no relay and no replica holds it any more") in commands
+
+
+@pytest.mark.parametrize("gone", ["stopped", "given up"])
+def test_a_replica_that_is_gone_holds_no_version(gone: str) -> None:
+    """As above: the last replica that held the weights was drained, or died once too often."""
+    scene = Scene(2, eval_groups=2, eval_every=2, max_staleness=4, max_outstanding_groups=10)
+    scene.issued(scene.ready()[0])
+    scene.state.replicas["r0"].version = v(2)
+    scene.state.processes["replica", "r0"].state = gone
+    scene.trainer(2)
+    scene.relay(3)
+    commands = scene.store(Finished(samples([0])))
+    assert GiveUpEval(v(2), "no relay and no replica holds it any more") in commands
     assert scene.state.evaluations[v(2)].done
     assert "Pull" in kinds(scene.tick())
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
+from laminar.control import ledger
 from laminar.control.commands import Command, GiveUpEval, Issue, Pull
 from laminar.control.failover import restart_orphans
 from laminar.control.state import Evaluation, Replica, State
@@ -187,9 +188,8 @@ def _evaluate(state: State, replica: Replica) -> Command | None:
             return Issue(replica.id, replica.incarnation, version, count, "eval", f"evaluation of version {version}")
         if state.has_version(replica.node, version):
             return _pull(replica, version, f"evaluation of version {version}")
-        if not any(r.version == version or r.pulling == version for r in state.replicas.values()) and _passed(
-            state, version
-        ):
+        present = [r for i, r in state.replicas.items() if state.processes["replica", i].state not in ledger.ENDED]
+        if not any(version in (r.version, r.pulling) for r in present) and _passed(state, version):
             evaluation.done = True
             return GiveUpEval(version, "no relay and no replica holds it any more")
     return None
