@@ -256,3 +256,12 @@ def test_scaling_down_reaches_a_replica_that_has_not_spoken_yet() -> None:
     scene.handle(ScaleRequested(1))
     commands = scene.handle(ReplicaBeat("replica-1", 1, "idle", None, 0, node="n"))
     assert some(commands, Remove) == [Remove("replica", "replica-1", "drained")]
+
+
+def test_a_drained_replica_that_leaves_while_it_pulls_is_not_waited_for() -> None:
+    """Orphans of a version that somebody is about to load wait for that; who has left loads nothing."""
+    scene = tail({"r0": 10, "r1": 10}, repack=False)
+    scene.store(Finished(samples([0], size=1)))
+    assert scene.state.replicas["r0"].pulling == v(1)
+    assert some(scene.handle(DrainRequested("r0")), Remove) == [Remove("replica", "r0", "drained")]
+    assert scene.state.replicas["r0"].pulling is None

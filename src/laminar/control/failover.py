@@ -62,7 +62,7 @@ def _give_up_cut(state: State) -> Command | None:
 
 
 def forget_plans(state: State, replica: Replica) -> None:
-    """Nothing that was planned with a dead replica will happen; the data store ends its moves."""
+    """Nothing that was planned with a replica that is gone will happen; the data store ends its moves."""
     replica.granted, replica.pulling = 0, None
     for evaluation in state.evaluations.values():
         evaluation.granted.pop(replica.id, None)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from laminar.control import ledger
 from laminar.control.commands import CancelMove, Command, Move, Remove, Replace
+from laminar.control.failover import forget_plans
 from laminar.control.repack import RepackLimits, ReplicaLoad, plan_repack
 from laminar.control.state import Process, Replica, State
 from laminar.types import Version
@@ -54,6 +55,7 @@ def drain(state: State) -> Iterator[Command]:
             continue
         if not replica.unfinished:
             process.state = ledger.step(ledger.PROCESS, process.state, "stop", replica.id)
+            forget_plans(state, replica)
             state.notes.append(f"replica {replica.id} is drained and leaves")
             yield Remove("replica", replica.id, "drained")
             continue
