@@ -18,7 +18,7 @@ from laminar.control.events import (
     TrainerBeat,
 )
 from laminar.types import SampleId, Version
-from tests.control.scene import Scene, kinds, samples, v
+from tests.control.scene import Scene, samples, v
 
 EVAL = 2**40
 
