@@ -65,6 +65,7 @@ class Held:
     reported: int
     """Response tokens that have been told to the data store."""
     ended: bool = False
+    """Nothing more is made of it here; it is held until the data store has been told."""
 
 
 class Replica(Process[ReplicaBeat]):
@@ -182,6 +183,8 @@ class Replica(Process[ReplicaBeat]):
             if held is not None and held.work.epoch >= item.epoch:
                 continue
             if self.world.settings.schedule != "partial" and (item.version != self.version or self._loading):
+                if self.world.store.has_given_up(item):
+                    continue  # that is on its way here too
                 raise ProtocolError(f"{self.id} holds {self.version} and was given {item}")
             if held is not None:
                 self._drop(item.sample)
@@ -205,7 +208,7 @@ class Replica(Process[ReplicaBeat]):
             if held is not None and held.work.epoch == epoch and not held.ended:
                 self._put_down(held)
                 self._next.released.append((sample, epoch))
-                del self.held[sample]
+                held.ended = True
         self._after_loss()
 
     def forget(self, sample: SampleId, epoch: int) -> None:
@@ -306,7 +309,7 @@ class Replica(Process[ReplicaBeat]):
 
     def _answered(self, report: Report) -> None:
         self._exchanging = False
-        for sample, epoch in (*report.ended, *report.failed):
+        for sample, epoch in (*report.ended, *report.failed, *report.released):
             held = self.held.get(sample)
             if held is not None and held.work.epoch == epoch:
                 del self.held[sample]

@@ -230,6 +230,11 @@ class Store:
         samples = [(w, self.accounts.sample(w.sample)) for w in work]
         return [w for w, s in samples if s is not None and s.owner_epoch == w.epoch and s.state == "issued"]
 
+    def has_given_up(self, work: Work) -> bool:
+        """It has been dropped, or given to somebody else."""
+        sample = self.accounts.sample(work.sample)
+        return sample is None or sample.owner_epoch != work.epoch or sample.state == "dropped"
+
     def _happens(self, what: str, rate: float, *key: int) -> bool:
         return rate > 0 and keyed_uniform(what, self._world.plan.seed, *key) < rate
 
