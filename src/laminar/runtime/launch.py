@@ -36,8 +36,13 @@ def train(config: Config, run_dir: Path, resume: bool, say: Callable[[str], None
     """
     began = time.monotonic()
     folder = prepare(config, run_dir, resume)
-    with _signals() as interrupted, local_ray(folder.tag, [folder.slots(NODE)]):
-        return run_in(folder, config, began, interrupted, say)
+    with _signals() as (interrupted, install):
+        try:
+            with local_ray(folder.tag, [folder.slots(NODE)]):
+                install()  # Ray has put its own handler of SIGTERM there
+                return run_in(folder, config, began, interrupted, say)
+        except SystemExit:  # what that handler does while Ray starts
+            return INTERRUPTED
 
 
 def prepare(config: Config, run_dir: Path, resume: bool) -> RunFolder:
@@ -139,11 +144,15 @@ def _is_driver(pid: int) -> bool:
 
 
 @contextmanager
-def _signals() -> Iterator[threading.Event]:
-    """SIGINT and SIGTERM ask for an orderly end; the second one ends at once (the guard sweeps)."""
+def _signals() -> Iterator[tuple[threading.Event, Callable[[], None]]]:
+    """SIGINT and SIGTERM ask for an orderly end; the second one ends at once (the guard sweeps).
+
+    Yields the event that is set then, and what puts the handlers in place (again).
+    """
     interrupted = threading.Event()
+    numbers = (signal.SIGINT, signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread():
-        yield interrupted
+        yield interrupted, lambda: None
         return
 
     def ask(number: int, frame: FrameType | None) -> None:
@@ -151,9 +160,14 @@ def _signals() -> Iterator[threading.Event]:
             os._exit(INTERRUPTED)
         interrupted.set()
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    def install() -> None:
+        for number in numbers:
+            signal.signal(number, ask)
+
+    before = {number: signal.getsignal(number) for number in numbers}
+    install()
     try:
-        yield interrupted
+        yield interrupted, install
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
