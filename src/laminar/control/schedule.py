@@ -110,7 +110,9 @@ class Waves:
             yield from self._share(state, alive, batch, f"wave {wave} opens")
         else:
             order = sorted(alive, key=lambda r: (len(r.unfinished), r.id))
-            able = [r for r in order if r.activity in ("idle", "generating") and not r.bound]
+            free = [r for r in order if r.activity in ("idle", "generating") and not r.bound]
+            # one that came late to the wave may hold weights that are too old for what is left of it
+            able = [r for r in free if r.version is not None and state.room(r.version)]
             yield from self._share(state, able[:1], batch - standing % batch, "refill of the open wave")
 
     @staticmethod
