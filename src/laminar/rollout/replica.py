@@ -201,15 +201,14 @@ class Replica:
     def _begin(self, work: Sequence[Work]) -> None:
         """Hand new work to the engine. What the engine refuses for good is reported as failed."""
         for item in work:
-            if item.version != self._version and not self._partial:
-                raise ProtocolError(
-                    f"{self.name} holds version {self._version}, was sent {item.sample} of {item.version}"
-                )
             if item.sample in self._held:
                 self.engine.release([item.sample])
             response = np.frombuffer(item.response, np.int32)
             held = Held(item, [response], len(response))
-            self._add(held)
+            if item.version == self._version or self._partial:
+                self._add(held)
+            else:  # the data store may have dropped it while it was on its way, and the manager have sent a pull
+                held.failure = f"{self.name} holds version {self._version}, not {item.version}"
             with self._news:
                 self._held[item.sample] = held
                 self._state = "generating"
