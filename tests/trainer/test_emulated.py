@@ -40,7 +40,7 @@ class World:
         self.reports: list[Trained] = []
         self.kill_after: int | None = None
 
-    def next_batch(self, update: int) -> Batch:
+    def next_batch(self, update: int, part: int) -> Batch:
         return self.make_batch(update, seed=self.seed)
 
     def trained(self, report: Trained) -> None:
@@ -104,7 +104,7 @@ def test_other_cuts_give_other_weights(config: Config, make_batch: MakeBatch, tm
     """The fingerprint tells which groups were trained, and in which order."""
 
     class Shifted(World):
-        def next_batch(self, update: int) -> Batch:
+        def next_batch(self, update: int, part: int) -> Batch:
             return replace(self.make_batch(update), ids=self.make_batch(update, first_group=update == 3).ids)
 
     straight, shifted = run(config, World(make_batch), tmp_path / "a"), run(config, Shifted(make_batch), tmp_path / "b")
