@@ -73,6 +73,7 @@ def run(shared_ray: None, tmp_path: Path) -> Iterator[Run]:
     yield start
     for outcome in outcomes:
         check_account(outcome.folder, completed=outcome.code == 0)
+        assert not outcome.folder.slots(NODE).exists(), "nothing of a run stays in shared memory"
 
 
 def check_account(folder: RunFolder, completed: bool) -> dict[str, Any]:

@@ -68,6 +68,8 @@ def run_in(
         end, traceback = run(folder, config, config.settings(rows), began - _run_seconds(folder), interrupted, say)
     except KeyboardInterrupt:
         return INTERRUPTED
+    finally:
+        shutil.rmtree(folder.slots(NODE), ignore_errors=True)
     write_json(folder.run, {"outcome": end.outcome, "message": end.message})
     if end.outcome == "failed":
         raise _failed(end.message, traceback, folder)

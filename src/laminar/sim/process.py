@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from laminar.control.commands import Command
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 B = TypeVar("B", bound=Beat)
 
 
-class Process(Generic[B]):
+class Process(ABC, Generic[B]):
     """One incarnation. What it has sent arrives even if it has died since; what it has planned does not happen."""
 
     role: str
@@ -50,13 +51,13 @@ class Process(Generic[B]):
     def stopped(self) -> bool:
         return self.kernel.now < self._stopped_until
 
+    @abstractmethod
     def obey(self, command: Command) -> None:
         """Do what the manager wants."""
-        raise NotImplementedError
 
+    @abstractmethod
     def beat(self) -> B:
         """What there is to say at this moment."""
-        raise NotImplementedError
 
     def quiet_beat(self) -> B | None:
         """What the next tick carries; None while a beat is on its way, which is newer than what it would replace.
