@@ -252,6 +252,10 @@ class Batch:
     """[N]: ended by length"""
 
 
+Statistics = dict[str, float | None]
+"""Metric rows by the names of docs/metrics.md; None is null."""
+
+
 @dataclass(frozen=True, slots=True)
 class Trained:
     """The trainer's word that cut `update` is in version update + 1, with its statistics."""
@@ -260,8 +264,7 @@ class Trained:
     version: Version
     checkpoint: int
     """Number of the newest durable checkpoint (= version it holds)."""
-    statistics: dict[str, float | None] = field(default_factory=dict)
-    """Metric rows by the names of docs/metrics.md; None is null."""
+    statistics: Statistics = field(default_factory=dict)
 
 
 # ---------------------------------------------------------------- control

@@ -22,12 +22,10 @@ from laminar.golden import GOLDEN_LENGTH
 from laminar.timing import Profile
 from laminar.trainer import checkpoint_folder
 from laminar.trainer.advantage import reward_statistics
-from laminar.types import Batch, Version
+from laminar.types import Batch, Statistics, Version
 
 NUM_LAYERS, LAYER_ELEMENTS = 4, 2**18
 WEIGHTS = "model.safetensors"
-
-Statistics = dict[str, float | None]
 
 _MEASURED_ON_A_MODEL: Statistics = {
     "loss": 0.0,

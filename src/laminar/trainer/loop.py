@@ -27,12 +27,9 @@ from laminar.config import Config
 from laminar.errors import ProtocolError
 from laminar.trainer import checkpoint_folder
 from laminar.trainer.lineage import Records
-from laminar.types import Batch, Trained, Version
+from laminar.types import Batch, Statistics, Trained, Version
 
 logger = logging.getLogger(__name__)
-
-Statistics = dict[str, float | None]
-"""Metric rows by the names of docs/metrics.md; None is null."""
 
 STOP_POLL_S = 0.05
 

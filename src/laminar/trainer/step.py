@@ -20,9 +20,7 @@ from laminar.trainer.advantage import group_advantages, reward_statistics
 from laminar.trainer.loss import LossSettings, policy_loss, token_weights
 from laminar.trainer.packing import Layout, Samples
 from laminar.trainer.policy import autocast, can_share_prompts, load_model, token_logprobs
-from laminar.types import Batch, Version
-
-Statistics = dict[str, float | None]
+from laminar.types import Batch, Statistics, Version
 
 INITIAL = Version(0, 0)
 

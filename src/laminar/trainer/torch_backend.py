@@ -11,8 +11,8 @@ from laminar.config import Config
 from laminar.trainer import checkpoint
 from laminar.trainer.export import export_model
 from laminar.trainer.policy import golden, named_weights
-from laminar.trainer.step import Statistics, TrainState, train_batch
-from laminar.types import Batch, Version
+from laminar.trainer.step import TrainState, train_batch
+from laminar.types import Batch, Statistics, Version
 
 
 class TorchBackend:
