@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from laminar.config import Config, InvalidConfig
-from laminar.data.prompts import check_prompt, first_row
+from laminar.data.prompts import check_prompt, context_tokens, first_row
 from laminar.data.rewards import check_function, load_functions
 from laminar.errors import ConfigError, DataError, ModelError, UserError
 from laminar.rollout.families import supports
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-LENGTH_KEYS = ("max_position_embeddings", "n_positions")
 
 
 def check(config: Config) -> None:
@@ -74,7 +73,7 @@ def _model_problems(config: Config) -> Iterator[UserError]:
 
 
 def _length_problems(config: Config, model: Mapping[str, Any]) -> Iterator[UserError]:
-    limit = next((model[key] for key in LENGTH_KEYS if isinstance(model.get(key), int)), None)
+    limit = context_tokens(model)
     longest = (config.data.max_prompt_tokens or 1) + config.rollout.max_new_tokens
     if limit is not None and longest > limit:
         yield ModelError(

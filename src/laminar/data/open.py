@@ -9,7 +9,7 @@ from pathlib import Path
 
 from laminar.config import Config
 from laminar.data.emulated import EmulatedPrompts
-from laminar.data.prompts import PromptSource, load_rows, load_tokenizer, prompt_limit
+from laminar.data.prompts import PromptSource, context_tokens, load_rows, load_tokenizer, prompt_limit
 from laminar.data.samplers import SAMPLERS
 from laminar.data.store import DataStore
 from laminar.errors import StorageError
@@ -29,19 +29,14 @@ def open_store(folder: RunFolder, config: Config, settings: Settings, clock: Cal
         prompts = EmulatedPrompts(load_profile(config.simulation.profile).prompt_tokens)
         return DataStore(folder.path, settings, prompts, None, order, clock)
     tokenizer = load_tokenizer(config.model_path)
-    limit = prompt_limit(config.data, _context_tokens(config.model_path), config.rollout.max_new_tokens)
+    model_config = json.loads((config.model_path / "config.json").read_text(encoding="utf-8"))
+    limit = prompt_limit(config.data, context_tokens(model_config), config.rollout.max_new_tokens)
 
     def source(spec: str) -> PromptSource:
         return PromptSource(load_rows(spec, folder.path), tokenizer, config.data, limit, config.seed)
 
     evaluation = source(config.data.eval) if config.data.eval is not None else None
     return DataStore(folder.path, settings, source(config.train_data), evaluation, order, clock)
-
-
-def _context_tokens(model: Path) -> int | None:
-    """Longest sequence of the model, as its config names it."""
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    return next((config[k] for k in ("max_position_embeddings", "n_positions") if isinstance(config.get(k), int)), None)
 
 
 def _lock(path: Path) -> None:

@@ -391,6 +391,12 @@ class PromptSource:
         return self._order[1]
 
 
+def context_tokens(model_config: Mapping[str, Any]) -> int | None:
+    """Longest sequence of a model, as its config.json names it; None if it does not say."""
+    keys = ("max_position_embeddings", "n_positions")
+    return next((model_config[key] for key in keys if isinstance(model_config.get(key), int)), None)
+
+
 def prompt_limit(config: DataConfig, context_tokens: int | None, max_new_tokens: int) -> int | None:
     """Longest usable prompt: `data.max_prompt_tokens`, and what the model's context leaves beside a response.
 
