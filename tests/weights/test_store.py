@@ -179,6 +179,17 @@ def test_publishing_again_compares_and_writes_nothing(machine: Machine) -> None:
 # ---------------------------------------------------------------- leases and reclaiming
 
 
+def test_what_a_dead_trainer_left_without_a_record_is_written_anew(machine: Machine) -> None:
+    """It may have died between the copy and the record; its successor's weights of that number may be others."""
+    version = Version(0, 1)
+    machine.store.publish(version, make_tensors(7).items(), GOLDEN)
+    machine.relay.step()
+    machine.publish(1)
+    assert machine.store.whole() == (version,)
+    ref = machine.store.find(version)
+    assert ref is not None and ref.fingerprint == machine.store.digest_only(make_tensors(1).items())
+
+
 def test_a_leased_version_keeps_its_bytes_while_others_come_and_go(machine: Machine) -> None:
     """Invariants 5 and 6 of docs/architecture.md: publishing goes on, and who reads is never overwritten."""
     machine.publish(0)

@@ -29,7 +29,7 @@ from laminar.errors import StorageError, VersionGone, WeightsError
 from laminar.types import SlotRef, Version
 from laminar.weights.digests import copy_bytes, digest_of
 from laminar.weights.manifest import Layout, Manifest, fingerprint_of
-from laminar.weights.slot import Lock, Slot, SlotState, State, replace_text
+from laminar.weights.slot import EMPTY, Lock, Slot, SlotState, State, replace_text
 
 if TYPE_CHECKING:
     import torch
@@ -183,7 +183,8 @@ class SlotStore:
     def publish(self, version: Version, tensors: Iterable[tuple[str, Weights]], golden: Sequence[float]) -> Published:
         """Copies a version into a slot, in one pass, and goes on: the relay checks it and shows it.
 
-        A version that is held already is not written again, only compared.
+        A version that readers may have is not written again, only compared. One that has been written but not shown
+        is written anew: a trainer that died may have left it without a record, with other contents.
 
         Args:
             version: what readers will know it by.
@@ -192,11 +193,13 @@ class SlotStore:
 
         Raises:
             NoFreeSlot: see there. Can't happen with 4 + readers + spare slots.
-            WeightsError: the tensors are not those of the layout, or the version is held with other contents.
+            WeightsError: the tensors are not those of the layout, or readers have the version with other contents.
                 The slot is then free again.
         """
         start = time.perf_counter()
         for slot, state in self.states():
+            if state.version == version and _forget_unshown(slot):
+                continue
             if state.version == version and state.state in _HELD:
                 digests = self._digests(tensors)
                 if fingerprint_of(digests) != state.fingerprint:
@@ -332,6 +335,15 @@ class SlotStore:
 
     def _ref(self, slot: Slot, state: SlotState) -> SlotRef:
         return SlotRef(str(slot.path), state.version, state.fingerprint, self.layout.dtype)
+
+
+def _forget_unshown(slot: Slot) -> bool:
+    """Empty a slot that is written and not shown, unless the relay is at it."""
+    with slot.locked(Lock.EXCLUSIVE) as is_ours:
+        if not is_ours or slot.read().state is not State.WRITTEN:
+            return False
+        slot.mark(EMPTY)
+        return True
 
 
 def _check_tensors(layout: Layout, shapes: Mapping[str, Sequence[int]]) -> None:
