@@ -201,6 +201,9 @@ class FaultsConfig(_Section):
     dead_after_s: float = Field(
         30.0, gt=0, description="Silence, or a stuck engine, after which a process counts as dead."
     )
+    max_restarts: int = Field(
+        3, ge=0, description="How often each process is replaced after a death; 0 = the first death ends the run."
+    )
     move_timeout_s: float = Field(10.0, gt=0, description="A move of samples that takes longer is called off.")
     adopt_timeout_s: float = Field(
         30.0, gt=0, description="How long samples without an owner wait for one before they begin anew."
@@ -360,6 +363,7 @@ class Config(_Section):
             eval_group_size=self.eval.samples_per_prompt,
             suspect_after_s=self.faults.suspect_after_s,
             dead_after_s=self.faults.dead_after_s,
+            max_restarts=self.faults.max_restarts,
             stall_timeout_s=self.faults.stall_timeout_s,
         )
 

@@ -11,6 +11,7 @@ import pytest
 
 from laminar import reports
 from laminar.errors import RunFailed
+from laminar.run_folder import read_jsonl
 from tests.runtime.conftest import Command, Run, check_account, sort_config, wait_until
 
 pytestmark = pytest.mark.timeout(900)
@@ -52,18 +53,26 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    "role",
-    [
-        "replica",
-        "trainer",
-        "manager",
-        pytest.param("datastore", marks=SLOW),
-        pytest.param("relay", marks=SLOW),
-        pytest.param("scorer", marks=SLOW),
-    ],
+    "role", ["replica", "trainer", pytest.param("relay", marks=SLOW), pytest.param("scorer", marks=SLOW)]
 )
-def test_the_death_of_a_process_ends_the_run(command: Callable[..., Command], role: str) -> None:
-    """Fault 2: any process of the run is killed; within seconds exit 1, a message, and nothing is left."""
+def test_a_process_that_dies_is_replaced_and_nothing_is_lost(command: Callable[..., Command], role: str) -> None:
+    """Faults 1 and 2: any part is killed in mid-run; one line says so, and the run completes with a closed account."""
+    run = command("iterations=10", "train.checkpoint_every=3", "rollout.replicas=2")
+    run.wait_for_rows(3)
+    victim = run.pid_of(role)
+    os.kill(victim, signal.SIGKILL)
+    code, out = run.wait()
+    assert code == 0, out
+    assert "died" in out and "restarting it" in out and "Traceback" not in out
+    run.assert_nothing_left()
+    account = check_account(run.folder, completed=True)
+    assert set(account["samples"]["dropped"]) <= {"run_ended"}
+    assert [row["version"] for row in read_jsonl(run.folder.metrics)] == list(range(1, 11))
+
+
+@pytest.mark.parametrize("role", ["manager", pytest.param("datastore", marks=SLOW)])
+def test_the_death_of_the_manager_or_the_store_ends_the_run(command: Callable[..., Command], role: str) -> None:
+    """Fault 2: within seconds exit 1, a message, and nothing is left."""
     run = command("iterations=200", "train.checkpoint_every=3")
     run.wait_for_rows(2)
     os.kill(run.pid_of(role), signal.SIGKILL)
@@ -71,6 +80,15 @@ def test_the_death_of_a_process_ends_the_run(command: Callable[..., Command], ro
     assert code == 1 and role in out and "--resume" in out and "Traceback" not in out
     run.assert_nothing_left()
     check_account(run.folder, completed=False)
+
+
+def test_the_first_death_ends_a_run_without_restarts(command: Callable[..., Command]) -> None:
+    run = command("iterations=200", "faults.max_restarts=0")
+    run.wait_for_rows(1)
+    os.kill(run.pid_of("trainer"), signal.SIGKILL)
+    code, out = run.wait(within_s=30)
+    assert code == 1 and "trainer died" in out and "--resume" in out
+    run.assert_nothing_left()
 
 
 @pytest.mark.parametrize(

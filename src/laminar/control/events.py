@@ -216,12 +216,14 @@ class ProcessStarted:
 
 @dataclass(frozen=True, slots=True)
 class ProcessEnded:
-    """The operating system's word. `cause` None: it returned by itself, in order."""
+    """The operating system's word. `cause` None: it returned by itself, or left as it was asked to."""
 
     role: str
     id: str
     incarnation: int
     cause: str | None
+    is_final: bool = False
+    """Another start would end in the same way: what is wrong is the user's to mend."""
 
 
 @dataclass(frozen=True, slots=True)

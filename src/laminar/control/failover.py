@@ -19,13 +19,13 @@ ORPHANS = "orphans"
 """Mark in `Replica.receives` while the data store has not confirmed an adoption."""
 
 
-def died(state: State, process: Process, cause: str) -> Iterator[Command]:
+def died(state: State, process: Process, cause: str, is_final: bool = False) -> Iterator[Command]:
     """Commands after the death of a process; a death that can't be mended sets `state.fatal`."""
     key, settings = (process.role, process.id), state.settings
     process.state = ledger.step(ledger.PROCESS, process.state, "death", key)
     state.deaths[key] = state.deaths.get(key, 0) + 1
     line = f"{process.role} {process.id} died: {cause}"
-    if settings.max_restarts == 0:
+    if settings.max_restarts == 0 or is_final:
         state.fatal = state.fatal or line
         return
     held = ""

@@ -122,7 +122,7 @@ class Manager:
         if process is None or process.incarnation != event.incarnation or process.state in ledger.ENDED:
             return
         if event.cause is not None:
-            yield from failover.died(self.state, process, event.cause)
+            yield from failover.died(self.state, process, event.cause, event.is_final)
             return
         process.state = ledger.step(ledger.PROCESS, process.state, "stop", f"{event.role} {event.id}")
         if event.role != "trainer":

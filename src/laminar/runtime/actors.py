@@ -81,7 +81,7 @@ class ManagerActor(Actor):
         super().__init__(role, id_, folder)
         self.service = ManagerService(settings, self.folder.events, recovered, run_clock(origin))
 
-    async def run(self) -> None:
+    async def run(self, term: int) -> None:
         await self.service.run()
 
     async def beat(self, beat: Beat, acked: int, wait_s: float) -> list[Numbered]:
@@ -105,7 +105,7 @@ class StoreActor(Actor):
         self.service = StoreService(open_store(self.folder, config, settings, run_clock(origin)))
         return self.service.store.recovered()
 
-    async def run(self, manager: ManagerHandle) -> None:
+    async def run(self, term: int, manager: ManagerHandle) -> None:
         await self.service.run(manager.store_poll)
 
     async def close(self) -> None:

@@ -113,7 +113,7 @@ def create(kind: type, role: str, id_: str, *args: object) -> Any:
         "max_task_retries": 0,
         "max_concurrency": 1000 if _is_async(kind) else 2,
     }
-    return ray.remote(kind).options(name=f"{role}/{id_}", **options).remote(role, id_, *args)
+    return ray.remote(kind).options(**options).remote(role, id_, *args)
 
 
 def _is_async(kind: type) -> bool:
@@ -134,6 +134,11 @@ def close_store(actor: Any) -> None:
     """Let the database be closed in order; a store that does not do so soon is killed anyway."""
     with suppress(RayError):
         ray.get(actor.close.remote(), timeout=1.0)
+
+
+def kill(actor: Any) -> None:
+    """End an actor whose process is not known yet."""
+    ray.kill(actor)
 
 
 def end(actor: Any) -> None:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from laminar.config import Config
-from laminar.control.commands import EndRun, Numbered
+from laminar.control.commands import EndRun, Remove, Replace
 from laminar.control.events import DriverEvent, ProcessEnded, Recovered, StopRequested
 from laminar.run_folder import RunFolder
 from laminar.runtime import handles
@@ -29,28 +29,34 @@ def run(
     `origin`: the monotonic instant of run second 0. `interrupted`: set when the user wants to stop. `say`: shows a
     line.
     """
-    supervisor, roles = Supervisor(folder), roles_of(config)
-    store_process = supervisor.create(StoreActor, "datastore", "datastore")
-    relay = supervisor.create(RelayActor, "relay", "relay-0")
-    trainer = supervisor.create(roles.trainer, "trainer", "trainer", config.train.threads)
-    replicas = [
-        supervisor.create(roles.replica, "replica", f"replica-{i}", config.rollout.threads)
-        for i in range(config.rollout.replicas)
-    ]
-    scorer = supervisor.create(roles.scorer, "scorer", "scorer")
+    roles = roles_of(config)
+    supervisor = Supervisor(
+        folder,
+        {
+            "relay": (RelayActor,),
+            "trainer": (roles.trainer, config.train.threads),
+            "replica": (roles.replica, config.rollout.threads),
+            "scorer": (roles.scorer,),
+        },
+    )
+    store_process = supervisor.create("datastore", "datastore", StoreActor)
+    replicas = [("replica", f"replica-{i}") for i in range(config.rollout.replicas)]
+    for role, id_ in [("relay", "relay-0"), ("trainer", "trainer"), *replicas, ("scorer", "scorer")]:
+        supervisor.create(role, id_)
     try:
         store = StoreHandle(store_process.actor)
         recovered: Recovered = handles.wait_for(store.open(config, settings, origin), interrupted)
-        term = supervisor.incarnation = recovered.term
-        manager_process = supervisor.create(ManagerActor, "manager", "manager", settings, recovered, origin)
+        manager_process = supervisor.create("manager", "manager", ManagerActor, settings, recovered, origin)
         manager = ManagerHandle(manager_process.actor)
-        supervisor.run(manager_process)
-        supervisor.run(store_process, manager)
-        supervisor.run(trainer, term, config, store, manager)
-        for replica in replicas:
-            supervisor.run(replica, term, config, store, manager)
-        supervisor.run(relay, term, config, manager)
-        supervisor.run(scorer, term, config, store)
+        supervisor.bodies = {
+            "manager": (),
+            "datastore": (manager,),
+            "relay": (config, manager),
+            "trainer": (config, store, manager),
+            "replica": (config, store, manager),
+            "scorer": (config, store),
+        }
+        supervisor.begin(recovered.term)
         end = _watch(supervisor, manager, supervisor.started(interrupted), interrupted, say)
         return end, supervisor.first_traceback
     finally:
@@ -64,13 +70,14 @@ def _watch(
     interrupted: threading.Event,
     say: Callable[[str], None],
 ) -> EndRun:
-    """Tell the manager who ended and whether the user wants to stop, until it says that the run is over."""
+    """Tell the manager who started, who ended and what the user wants, and obey it, until it says that it is over."""
     told_stop = False
-    poll = manager.driver_poll(events, 0, 0.0)
+    acked, poll = 0, manager.driver_poll(events, 0, 0.0)
     news: list[DriverEvent] = []
     while True:
-        done = handles.wait_for_any([poll, *supervisor.bodies()], timeout_s=0.2)
-        news += supervisor.take_ended([d for d in done if d != poll])
+        done = handles.wait_for_any([poll, *supervisor.awaited()], timeout_s=0.2)
+        news += supervisor.news([d for d in done if d != poll])
+        supervisor.advance()
         if any(isinstance(e, ProcessEnded) and e.role == "manager" for e in news):
             return EndRun("failed", "the manager died")
         if interrupted.is_set() and not told_stop:
@@ -81,10 +88,11 @@ def _watch(
             for note in notes:
                 say(note)
             supervisor.write(states)
-            if end := _end(commands):
-                return end
-            poll, news = manager.driver_poll(news, 0, 0.5 if not news else 0.0), []
-
-
-def _end(commands: Sequence[Numbered]) -> EndRun | None:
-    return next((n.command for n in commands if isinstance(n.command, EndRun)), None)
+            for numbered in commands:
+                acked = numbered.number
+                match numbered.command:
+                    case EndRun():
+                        return numbered.command
+                    case Replace() | Remove():
+                        supervisor.obey(numbered.command)
+            poll, news = manager.driver_poll(news, acked, 0.5 if not news else 0.0), []

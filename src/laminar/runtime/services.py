@@ -60,6 +60,10 @@ class Mailbox:
         self._waiting = [n for n in self._waiting if n.number > acked]
         return list(self._waiting)
 
+    def begin(self, incarnation: int) -> None:
+        """A new process reads it: what was meant for its predecessor alone is gone."""
+        self._waiting = [n for n in self._waiting if getattr(n.command, "incarnation", incarnation) == incarnation]
+
 
 class EventLog:
     """`events/<term>.jsonl`: what the manager of that term was told and what it said. Written before it is acted on."""
@@ -121,8 +125,12 @@ class ManagerService:
     async def beat(self, beat: Beat, acked: int, wait_s: float) -> list[Numbered]:
         """A sign of life; the answer holds the commands above `acked`, if need be after waiting `wait_s` for one."""
         sender = sender_of(beat)
-        box = self._box(sender)
-        if is_news(self.last.get(sender), beat):
+        box, last = self._box(sender), self.last.get(sender)
+        if last is not None and last.incarnation > beat.incarnation:
+            return [Numbered(acked + 1, Stop(*sender, "another process has taken its place"))]
+        if last is None or last.incarnation < beat.incarnation:
+            box.begin(beat.incarnation)
+        if is_news(last, beat):
             self.quiet.pop(sender, None)  # what the next tick would carry is older than this
             self.handle(beat)
         else:

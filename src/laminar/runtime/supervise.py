@@ -1,7 +1,8 @@
-"""Starting, watching and ending the processes of a run.
+"""Starting, watching, replacing and ending the processes of a run.
 
-Owns: the actors and the references of their bodies. Waits for: the end of any of them. A process that has not ended
-some time after it was told to is killed.
+Owns: the actors and the references of their bodies. Waits for: the start of each process and the end of any of them. A
+process is replaced once its predecessor is seen to be gone. One that has not ended some time after it was told to is
+killed.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
 
-from laminar.control.events import ProcessEnded, ProcessStarted
-from laminar.errors import LaminarError, UserError
+from laminar.control.commands import Remove, Replace
+from laminar.control.events import DriverEvent, ProcessEnded, ProcessStarted
+from laminar.errors import LaminarError, RunFailed, UserError
 from laminar.run_folder import NODE, RunFolder, is_running, write_json
 from laminar.runtime import handles
 
@@ -30,13 +32,34 @@ EXIT_WITHIN_S = 1.0
 
 @dataclass(slots=True)
 class Process:
+    """One incarnation."""
+
     role: str
     id: str
     actor: Any
+    pid_known: Any
+    """Reference to the pid: done when the process is there, or could not be made."""
     pid: int = 0
+    incarnation: int = 0
     body: Any = None
     """Reference that is done when the body has returned or died."""
+    unwanted: bool = False
+    """Its end is in order, however it comes."""
     ended: bool = False
+
+    @property
+    def awaited(self) -> Any:
+        """What happens to it next: its start, then its end."""
+        return self.body if self.pid else self.pid_known
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How a body ended that did not return."""
+
+    cause: str | None
+    is_final: bool = False
+    """Another start would end in the same way."""
 
 
 @dataclass(slots=True)
@@ -44,26 +67,80 @@ class Supervisor:
     """All processes of one start of a run."""
 
     folder: RunFolder
-    incarnation: int = 0
-    """The term of this start, once the data store has told it."""
+    kinds: dict[str, tuple[Any, ...]]
+    """By role: the class of its actors and what the constructor takes."""
+    bodies: dict[str, tuple[object, ...]] = field(default_factory=dict)
+    """By role: what the body of an actor takes, after its incarnation."""
     processes: list[Process] = field(default_factory=list)
     first_traceback: str | None = None
     """Of the first body that failed by something unforeseen."""
+    _coming: list[Replace] = field(default_factory=list)
+    """Processes whose predecessor may not be gone yet."""
 
-    def create(self, kind: type, role: str, id_: str, *args: object) -> Process:
-        process = Process(role, id_, handles.create(kind, role, id_, self.folder.path, *args))
-        self.processes.append(process)
-        return process
+    def create(self, role: str, id_: str, *kind: Any) -> Process:
+        """A process that has nothing to do yet. `kind`: if not that of the role in `kinds`."""
+        actor_class, *arguments = kind or self.kinds[role]
+        actor = handles.create(actor_class, role, id_, self.folder.path, *arguments)
+        self.processes.append(Process(role, id_, actor, handles.pid(actor)))
+        return self.processes[-1]
 
-    def run(self, process: Process, *args: object) -> None:
-        process.body = handles.run(process.actor, *args)
+    def begin(self, incarnation: int) -> None:
+        """Let all run, as the first of this start of the run."""
+        for process in self.processes:
+            self._run(process, incarnation)
+
+    def _run(self, process: Process, incarnation: int) -> None:
+        process.incarnation = incarnation
+        process.body = handles.run(process.actor, incarnation, *self.bodies[process.role])
 
     def started(self, interrupted: threading.Event) -> list[ProcessStarted]:
         """Wait until every process is there and write processes.json. Raises what kept one from starting."""
         for process in self.processes:
-            process.pid = handles.wait_for(handles.pid(process.actor), interrupted)
+            process.pid = handles.wait_for(process.pid_known, interrupted)
         self.write([])
-        return [ProcessStarted(p.role, p.id, self.incarnation) for p in self.processes]
+        return [ProcessStarted(p.role, p.id, p.incarnation) for p in self.processes]
+
+    # ------------------------------------------------------------ while it runs
+
+    def awaited(self) -> list[Any]:
+        """References of which one is done when something has happened that the manager should know."""
+        return [p.awaited for p in self.processes if not p.ended and p.awaited is not None]
+
+    def news(self, done: Sequence[Any]) -> list[DriverEvent]:
+        """What these references say: who is there, and who has ended, with the cause unless that was in order."""
+        events: list[DriverEvent] = []
+        for process in [p for p in self.processes if not p.ended and p.awaited in done]:
+            if not process.pid and (failure := self._failure(process, process.pid_known)) is None:
+                process.pid = handles.result_of(process.pid_known)
+                events.append(ProcessStarted(process.role, process.id, process.incarnation))
+                continue
+            process.ended = True
+            failure = self._failure(process, process.awaited) or Failure(cause=None)
+            cause = None if process.unwanted else failure.cause
+            events.append(ProcessEnded(process.role, process.id, process.incarnation, cause, failure.is_final))
+        return events
+
+    def obey(self, command: Replace | Remove) -> None:
+        """Begin to replace a process, or let it go. `advance` goes on with it."""
+        match command:
+            case Replace():
+                self._coming.append(command)
+            case Remove():
+                for process in self._named(command.role, command.id):
+                    process.unwanted = True
+        for process in self._named(command.role, command.id):
+            _kill(process)
+
+    def advance(self) -> None:
+        """Start those whose predecessors are gone for certain."""
+        for command in list(self._coming):
+            if any(is_running(p.pid) for p in self._named(command.role, command.id) if p.pid):
+                continue
+            self._coming.remove(command)
+            self._run(self.create(command.role, command.id), command.incarnation)
+
+    def _named(self, role: str, id_: str) -> list[Process]:
+        return [p for p in self.processes if (p.role, p.id) == (role, id_)]
 
     def write(self, states: Sequence[dict[str, object]]) -> None:
         """processes.json: who runs where, with the state and version that the manager sees."""
@@ -77,31 +154,22 @@ class Supervisor:
             )
         write_json(self.folder.processes, {"processes": rows})
 
-    def bodies(self) -> list[Any]:
-        return [p.body for p in self.processes if p.body is not None and not p.ended]
-
-    def take_ended(self, references: Sequence[Any]) -> list[ProcessEnded]:
-        """The processes that these references say have ended, with the cause for those that did not return."""
-        events = []
-        for process in self.processes:
-            if process.body in references and not process.ended:
-                process.ended = True
-                events.append(ProcessEnded(process.role, process.id, self.incarnation, self._cause(process)))
-        return events
-
-    def _cause(self, process: Process) -> str | None:
-        """None if the body returned. What it raised goes to logs/errors.log with its traceback."""
+    def _failure(self, process: Process, reference: Any) -> Failure | None:
+        """What a reference failed with, None if it did not; it goes to logs/errors.log, with its traceback if any."""
         try:
-            handles.result_of(process.body)
+            handles.result_of(reference)
         except RayTaskError as error:
             cause = error.cause if isinstance(error.cause, BaseException) else error
             if not isinstance(cause, UserError):
                 self.first_traceback = self.first_traceback or str(error)
             self._log(process, str(error))
-            return str(cause) if isinstance(cause, LaminarError) else f"{type(cause).__name__}: {cause}"
+            if isinstance(cause, LaminarError):
+                return Failure(str(cause), is_final=isinstance(cause, UserError | RunFailed))
+            return Failure(f"{type(cause).__name__}: {cause}")
         except RayActorError as error:
-            self._log(process, str(error))
-            return f"its process (pid {process.pid}) was killed or crashed"
+            if not process.unwanted:
+                self._log(process, str(error))
+            return Failure(f"its process (pid {process.pid}) was killed or crashed")
         return None
 
     def _log(self, process: Process, text: str) -> None:
@@ -110,12 +178,13 @@ class Supervisor:
 
     def stop(self) -> None:
         """Give everybody STOP_WITHIN_S to return, the manager apart, which ends last; then kill what is left."""
+        self._coming.clear()
         deadline = time.monotonic() + STOP_WITHIN_S
         while time.monotonic() < deadline:
             waiting = [p.body for p in self.processes if p.body is not None and not p.ended and p.role != "manager"]
             if not waiting:
                 break
-            self.take_ended(handles.wait_for_any(waiting, timeout_s=0.2))
+            self.news(handles.wait_for_any(waiting, timeout_s=0.2))
         for process in self.processes:
             if process.role == "datastore" and process.ended:
                 handles.close_store(process.actor)
@@ -126,6 +195,14 @@ class Supervisor:
         pids = [p.pid for p in self.processes if p.pid]
         while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
             time.sleep(0.02)
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for process in self.processes:
+            _kill(process)
+
+
+def _kill(process: Process) -> None:
+    """End it now. By its pid, because Ray takes seconds for a process that is stopped."""
+    if not process.pid:
+        handles.kill(process.actor)
+        return
+    with suppress(ProcessLookupError):
+        os.kill(process.pid, signal.SIGKILL)
