@@ -249,6 +249,44 @@ def ps(run: Run, as_json: AsJson = False) -> None:
 
 
 @app.command()
+def scale(
+    run: Run, wanted: Annotated[str, typer.Argument(metavar="replicas=N", help="How many are to generate.")]
+) -> None:
+    """Change the number of replicas of a run that is going on.
+
+    New ones load the newest weights by themselves. Those with the highest numbers finish or hand over their samples,
+    and leave.
+
+    \b
+    laminar scale runs/sort-20260101-120000 replicas=3
+    """
+    from laminar.control.events import ScaleRequested
+    from laminar.reports import open_run
+    from laminar.requests import send
+
+    name, _, number = wanted.partition("=")
+    if name != "replicas" or not number.isdigit() or int(number) < 1:
+        raise ConfigError("what to scale is not clear", got=wanted, expected="replicas=N with N >= 1")
+    send(open_run(run), ScaleRequested(int(number)))
+    print(f"the run has it; watch with: laminar ps {run}")
+
+
+@app.command()
+def drain(run: Run, replica: Annotated[str, typer.Argument(metavar="REPLICA", help="Its id in `laminar ps`.")]) -> None:
+    """Let one replica of a run that is going on leave: its samples go on elsewhere, and nothing is lost.
+
+    \b
+    laminar drain runs/sort-20260101-120000 replica-1
+    """
+    from laminar.control.events import DrainRequested
+    from laminar.reports import open_run
+    from laminar.requests import send
+
+    send(open_run(run), DrainRequested(replica))
+    print(f"the run has it; watch with: laminar ps {run}")
+
+
+@app.command()
 def samples(
     run: Run,
     group: Annotated[int | None, typer.Option("--group", help="Only this group.")] = None,

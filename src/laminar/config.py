@@ -19,7 +19,7 @@ from laminar import config_emulated
 from laminar.config_help import accepts_none, explain, shown, unsupported
 from laminar.config_source import parse_override, read_toml, set_key, with_absolute_paths
 from laminar.errors import ConfigError, UserError
-from laminar.types import Settings
+from laminar.types import TRAINER_SLOTS, Settings
 
 Dtype = Literal["fp32", "bf16"]
 
@@ -331,7 +331,7 @@ class Config(_Section):
     @property
     def num_slots(self) -> int:
         """Weight slots a relay holds: publishing never blocks on a reader with this many."""
-        return 4 + self.rollout.replicas + self.spare_slots
+        return TRAINER_SLOTS + self.rollout.replicas + self.spare_slots
 
     @property
     def exact(self) -> bool:

@@ -25,6 +25,7 @@ class RunFolder:
         self.processes = self.path / "processes.json"
         self.versions = self.path / "versions.jsonl"
         self.events = self.path / "events"
+        self.requests = self.path / "requests"
         self.metrics = self.path / "metrics.jsonl"
         self.evals = self.path / "eval.jsonl"
         self.database = self.path / "data.sqlite"

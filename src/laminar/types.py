@@ -29,6 +29,10 @@ class SampleId(NamedTuple):
     index: int  # type: ignore[assignment]  # hides tuple.index, which nobody calls on an id
 
 
+TRAINER_SLOTS = 4
+"""Weight slots of a machine that readers must leave: being written, newest, being checked, being sent."""
+
+
 @dataclass(frozen=True, slots=True)
 class SlotRef:
     """Where a whole, verified set of weights lies on this machine."""

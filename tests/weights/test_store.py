@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -188,6 +189,27 @@ def test_what_a_dead_trainer_left_without_a_record_is_written_anew(machine: Mach
     assert machine.store.whole() == (version,)
     ref = machine.store.find(version)
     assert ref is not None and ref.fingerprint == machine.store.digest_only(make_tensors(1).items())
+
+
+def test_readers_beyond_the_places_wait_for_one(tmp_path: Path) -> None:
+    """A run may be scaled up: the trainer's slots stay free whoever reads."""
+    machine = Machine(tmp_path, num_slots=6)
+    machine.publish(1)
+    ref = machine.store.newest()
+    assert ref is not None
+    events: list[str] = []
+
+    def read() -> None:
+        with machine.store.lease(ref):
+            events.append("third")
+
+    with machine.store.lease(ref):
+        with machine.store.lease(ref):
+            third = threading.Thread(target=read)
+            third.start()
+            events.append("second ends")
+        third.join(timeout=30)
+    assert events == ["second ends", "third"]
 
 
 def test_a_leased_version_keeps_its_bytes_while_others_come_and_go(machine: Machine) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+from laminar import requests
 from laminar.config import Config
 from laminar.control.commands import EndRun, Remove, Replace
 from laminar.control.events import DriverEvent, ProcessEnded, Recovered, StopRequested
@@ -83,6 +84,7 @@ def _watch(
         if interrupted.is_set() and not told_stop:
             told_stop = True
             news.append(StopRequested("interrupted by the user"))
+        news += requests.take(supervisor.folder)
         if poll in done and (answer := handles.answer_of(poll)) is not None:
             commands, notes, states = answer
             for note in notes:

@@ -146,8 +146,9 @@ class Supervisor:
         """processes.json: who runs where, with the state and version that the manager sees."""
         by_id = {(s["role"], s["id"]): s for s in states}
         rows = [{"role": "driver", "id": "driver", "pid": os.getpid(), "node": NODE, "state": "alive", "version": None}]
-        for p in self.processes:
-            seen = by_id.get((p.role, p.id), {})
+        newest = {(p.role, p.id): p for p in self.processes}
+        for key, p in newest.items():
+            seen = by_id.get(key, {})
             rows.append(
                 {"role": p.role, "id": p.id, "pid": p.pid, "node": NODE}
                 | {"state": seen.get("state", "starting"), "version": seen.get("version")}

@@ -95,7 +95,7 @@ class Slot:
         """Holds the lock inside the `with`, if it could be had at once; says whether."""
         fd = os.open(self.path, os.O_RDONLY)
         try:
-            yield _try_flock(fd, lock)
+            yield try_flock(fd, lock)
         finally:
             os.close(fd)
 
@@ -181,7 +181,7 @@ def replace_text(path: Path, text: str) -> None:
     draft.replace(path)
 
 
-def _try_flock(fd: int, lock: Lock) -> bool:
+def try_flock(fd: int, lock: Lock) -> bool:
     try:
         fcntl.flock(fd, lock)
     except BlockingIOError:

@@ -26,16 +26,18 @@ import numpy as np
 import psutil
 
 from laminar.errors import StorageError, VersionGone, WeightsError
-from laminar.types import SlotRef, Version
+from laminar.types import TRAINER_SLOTS, SlotRef, Version
 from laminar.weights.digests import copy_bytes, digest_of
 from laminar.weights.manifest import Layout, Manifest, fingerprint_of
-from laminar.weights.slot import EMPTY, Lock, Slot, SlotState, State, replace_text
+from laminar.weights.slot import EMPTY, Lock, Slot, SlotState, State, replace_text, try_flock
 
 if TYPE_CHECKING:
     import torch
 
     Weights = torch.Tensor | np.ndarray
     """An array must have the published form already; a tensor is converted. Tensors alone need torch here."""
+
+WAIT_FOR_PLACE_S: Final = 0.01
 
 _HELD: Final = (State.WRITTEN, State.WHOLE)
 
@@ -192,7 +194,7 @@ class SlotStore:
             golden: log-probs on the golden prompt.
 
         Raises:
-            NoFreeSlot: see there. Can't happen with 4 + readers + spare slots.
+            NoFreeSlot: see there. Can't happen: readers leave `TRAINER_SLOTS`.
             WeightsError: the tensors are not those of the layout, or readers have the version with other contents.
                 The slot is then free again.
         """
@@ -323,11 +325,26 @@ class SlotStore:
         slot = next((slot for slot in self.slots if str(slot.path) == ref.path), None)
         if slot is None:
             raise WeightsError(f"{ref.path} is not a slot of {self.folder}")
-        with slot.locked(Lock.SHARED) as is_ours:
+        with self._place(), slot.locked(Lock.SHARED) as is_ours:
             # Only now can the version no longer change.
             if not is_ours or slot.read() != SlotState(State.WHOLE, ref.version, ref.fingerprint):
                 raise VersionGone(f"version {ref.version} is no longer in {ref.path}")
             yield Lease(self.layout, slot, slot.read_manifest())
+
+    @contextmanager
+    def _place(self) -> Iterator[None]:
+        """One of the places for readers: there are so many that a publish always finds a slot that nobody reads.
+
+        A run that was scaled up has more replicas than places; they wait for each other here, not the trainer for them.
+        """
+        places = [self.folder / f"reader-{i:02d}.lock" for i in range(max(1, len(self.slots) - TRAINER_SLOTS))]
+        while True:
+            for place in places:
+                with place.open("a") as file:
+                    if try_flock(file.fileno(), Lock.EXCLUSIVE):
+                        yield
+                        return
+            time.sleep(WAIT_FOR_PLACE_S)
 
     def states(self) -> list[tuple[Slot, SlotState]]:
         """What each slot holds at this moment, shown or not."""
