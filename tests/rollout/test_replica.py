@@ -167,7 +167,7 @@ class Manager:
 
     def tell(self, command: Command) -> None:
         with self.news:
-            self.commands.append(Numbered(len(self.commands) + 1, command))
+            self.commands.append(Numbered(1, len(self.commands) + 1, command))
             self.news.notify_all()
 
     def beat_that(self, condition: Callable[[ReplicaBeat], bool]) -> ReplicaBeat:

@@ -74,7 +74,7 @@ def test_a_beat_that_waits_is_answered_when_there_is_something_to_do(manager: Ma
         assert not waiting.done()
         await manager.beat(relay(V0), 0, 0.0)
         (numbered,) = await waiting
-        assert numbered == Numbered(1, Pull("r0", 1, V0, "first weights"))
+        assert numbered == Numbered(1, 1, Pull("r0", 1, V0, "first weights"))
 
     run(body())
 
@@ -172,7 +172,7 @@ def test_an_idle_replica_waits_for_work(store: StoreService) -> None:
         waiting = asyncio.create_task(store.exchange(ReplicaReport("r0", 1, 1, wait_s=WITHIN_S)))
         await asyncio.sleep(0)
         assert not waiting.done()
-        store._obey([Numbered(1, Issue("r0", 1, V0, 1, "train", ""))])
+        store._obey([Numbered(1, 1, Issue("r0", 1, V0, 1, "train", ""))])
         assert [w.sample for w in (await waiting).work] == [(0, 0), (0, 1)]
 
     run(body())
@@ -217,7 +217,7 @@ def test_a_batch_that_will_never_come_is_said_at_once(tmp_path: Path) -> None:
 def test_events_travel_in_batches_and_commands_come_back_once(store: StoreService) -> None:
     """Commands are repeated in every reply; each is carried out once. Events come in order, each once."""
     told: list[StoreEvents] = []
-    commands = [Numbered(1, Issue("r0", 1, V0, 1, "train", "")), Numbered(2, Issue("r0", 1, V0, 1, "train", ""))]
+    commands = [Numbered(1, 1, Issue("r0", 1, V0, 1, "train", "")), Numbered(1, 2, Issue("r0", 1, V0, 1, "train", ""))]
 
     async def poll(events: StoreEvents, acked: int, wait_s: float) -> list[Numbered]:
         if events.events:
@@ -226,7 +226,7 @@ def test_events_travel_in_batches_and_commands_come_back_once(store: StoreServic
         return (
             commands[:2]
             if sum(len(t.events) for t in told) < 2
-            else [*commands, Numbered(3, Stop("datastore", "*", ""))]
+            else [*commands, Numbered(1, 3, Stop("datastore", "*", ""))]
         )
 
     run(store.run(poll))
@@ -239,7 +239,7 @@ def test_what_comes_after_the_stop_is_still_taken_in(store: StoreService) -> Non
     """Fault 10: a trainer in mid-step and a replica in mid-report end in order when the run is stopped."""
 
     async def poll(events: StoreEvents, acked: int, wait_s: float) -> list[Numbered]:
-        return [Numbered(1, Stop("datastore", "*", ""))]
+        return [Numbered(1, 1, Stop("datastore", "*", ""))]
 
     async def body() -> None:
         hand = Hand(store.store)

@@ -67,7 +67,7 @@ def test_a_heartbeat_goes_on_while_the_trainer_is_busy_and_brings_the_stop() -> 
     for _ in range(3):
         manager.next()
     assert not voice.is_set()
-    manager.commands.append(Numbered(1, Stop("trainer", "*", "")))
+    manager.commands.append(Numbered(1, 1, Stop("trainer", "*", "")))
     wait_until(voice.is_set)
     assert manager.acked[-1] == 0
 

@@ -129,6 +129,7 @@ class Replica:
         """A sample has ended and is not in any report."""
         self._load_seen = Load()
         self._pull: Pull | None = None
+        self._loading: Version | None = None
         self._version: Version | None = None
         self._state = "idle"
         self._beat_now = False
@@ -175,6 +176,7 @@ class Replica:
                 pull = None
                 if self._pull is not None and (self._pull.interrupt or not (self._held or work)):
                     pull, self._pull = self._pull, None
+                    self._loading = pull.version
             self._forget(cancelled)
             self._let_go(release)
             self._begin([w for w in work if (w.sample, w.owner_epoch) not in cancelled])
@@ -303,7 +305,7 @@ class Replica:
         with self._news:
             self._failed_pulls += not loaded
             self._version = None if self.engine.loaded is None else self.engine.loaded.version
-            self._state, self._beat_now = "idle", True
+            self._state, self._loading, self._beat_now = "idle", None, True
             self._news.notify_all()
 
     def _try_load(self, ref: SlotRef) -> bool:
@@ -394,6 +396,10 @@ class Replica:
 
     # ------------------------------------------------------------ beat
 
+    @property
+    def _pulling(self) -> Version | None:
+        return self._pull.version if self._pull is not None else self._loading
+
     def _beat_loop(self) -> None:
         period, acked = self.config.faults.heartbeat_s, 0
         while not self._stopping:
@@ -401,9 +407,10 @@ class Replica:
                 self._news.wait_for(lambda: self._stopping or self._beat_now or self._state == "idle", timeout=period)
                 self._beat_now = False
                 idle = self._state == "idle" and self._pull is None
+                reports = self._state == "generating" and not self._inbox and not self._any_generating()
                 beat = ReplicaBeat(
-                    self.name, self.incarnation, self._state, self._version, self._step, self._load_seen, self.node,
-                    self._failed_pulls,
+                    self.name, self.incarnation, "reporting" if reports else self._state, self._version, self._step,
+                    self._load_seen, self.node, self._failed_pulls, self._pulling,
                 )  # fmt: skip
             for numbered in self.manager.beat(beat, acked, period if idle else 0.0):
                 acked = numbered.number

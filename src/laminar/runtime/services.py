@@ -17,6 +17,7 @@ from laminar import __version__
 from laminar.control import codec
 from laminar.control.commands import Command, Numbered, Stop, address
 from laminar.control.events import Beat, DriverEvent, Event, Recovered, RelayBeat, ReplicaBeat, StoreEvents, Tick
+from laminar.control.mailbox import Mailbox
 from laminar.control.manager import Manager, Record, is_news
 from laminar.data.store import DataStore
 from laminar.types import Batch, ReplicaReply, ReplicaReport, ScoreReport, Settings, Trained, UnscoredGroup
@@ -43,22 +44,16 @@ class Pulse:
             return
 
 
-class Mailbox:
-    """Numbered commands for one process, kept until it says it has them."""
+class WakingMailbox(Mailbox):
+    """Wakes who waits for a command."""
 
-    def __init__(self) -> None:
+    def __init__(self, term: int) -> None:
+        super().__init__(term)
         self.pulse = Pulse()
-        self._waiting: list[Numbered] = []
-        self._last = 0
 
     def put(self, command: Command) -> None:
-        self._last += 1
-        self._waiting.append(Numbered(self._last, command))
+        super().put(command)
         self.pulse.beat()
-
-    def after(self, acked: int) -> list[Numbered]:
-        self._waiting = [n for n in self._waiting if n.number > acked]
-        return list(self._waiting)
 
 
 class EventLog:
@@ -87,9 +82,10 @@ class ManagerService:
 
     def __init__(self, settings: Settings, events: Path, recovered: Recovered, clock: Callable[[], float]) -> None:
         self.manager = Manager(settings)
-        self.log = EventLog(events, recovered.term, settings)
+        self.term = recovered.term
+        self.log = EventLog(events, self.term, settings)
         self.clock = clock
-        self.boxes: dict[Sender, Mailbox] = {}
+        self.boxes: dict[Sender, WakingMailbox] = {}
         self.last: dict[Sender, Beat] = {}
         self.quiet: dict[Sender, Beat] = {}
         """Beats with no news since the last tick."""
@@ -110,10 +106,10 @@ class ManagerService:
             else:
                 self._box(address(command)).put(command)
 
-    def _box(self, sender: Sender) -> Mailbox:
+    def _box(self, sender: Sender) -> WakingMailbox:
         box = self.boxes.get(sender)
         if box is None:
-            box = self.boxes[sender] = Mailbox()
+            box = self.boxes[sender] = WakingMailbox(self.term)
             if sender[0] in self.stopped:
                 box.put(self.stopped[sender[0]])
         return box
@@ -195,8 +191,6 @@ class StoreService:
         self.pulse = Pulse()
         self.stopping = False
         self._changes = store.changes
-        self._applied = 0
-        """Number of the last command carried out."""
 
     def _changed(self) -> None:
         if self.store.changes != self._changes:
@@ -252,7 +246,7 @@ class StoreService:
 
     async def _listen(self, poll: ManagerPoll) -> None:
         while not self.stopping:
-            self._obey(await poll(StoreEvents(0, ()), self._applied, TICK_S))
+            self._obey(await poll(StoreEvents(0, ()), self.store.acked, TICK_S))
 
     async def _tell(self, poll: ManagerPoll) -> None:
         told = 0
@@ -260,19 +254,14 @@ class StoreService:
             events = self.store.events(told)
             if events.events:
                 told = events.last
-                self._obey(await poll(events, self._applied, 0.0))
+                self._obey(await poll(events, self.store.acked, 0.0))
                 await asyncio.sleep(EVENTS_WITHIN_S)
             else:
                 await self.pulse.wait(TICK_S)
 
     def _obey(self, numbered: Sequence[Numbered]) -> None:
-        new = [n for n in numbered if n.number > self._applied]
-        if not new:
-            return
-        self._applied = new[-1].number
-        if commands := [n.command for n in new if not isinstance(n.command, Stop)]:
-            self.store.apply(commands)
-        self.stopping = self.stopping or any(isinstance(n.command, Stop) for n in new)
+        new = self.store.obey(numbered)
+        self.stopping = self.stopping or any(isinstance(command, Stop) for command in new)
         self._changed()
         if self.stopping:
             self.pulse.beat()
