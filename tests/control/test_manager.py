@@ -12,6 +12,7 @@ import pytest
 from laminar.control.commands import Complete, EndRun, Keep, Stop
 from laminar.control.events import (
     Buffered,
+    Completed,
     EvalDone,
     Fatal,
     Finished,
@@ -46,9 +47,9 @@ def end(commands: list[object]) -> EndRun:
 def test_a_run_completes_when_the_trainer_is_done() -> None:
     scene = Scene()
     scene.ready()
-    commands = scene.trainer(3, "done")
-    assert kinds(commands)[:2] == ["Complete", "EndRun"], "the account is closed before the store is told to stop"
-    assert end(commands).outcome == "completed"
+    assert kinds(scene.trainer(3, "done")) == ["Complete"]
+    assert scene.tick() == [] and scene.beat("r0", 1) == [], "the account is closed before anybody is told to stop"
+    assert end(scene.store(Completed())).outcome == "completed"
     assert scene.tick() == [] and scene.beat("r0", 1) == [], "nothing follows the end"
 
 
@@ -56,9 +57,9 @@ def test_completion_waits_for_evaluations() -> None:
     """Protocol §5."""
     scene = Scene(eval_groups=1, eval_after_train=True)
     scene.ready()
-    assert "EndRun" not in kinds(scene.trainer(3, "done"))
-    commands = scene.store(EvalDone(v(3)))
-    assert Complete("all batches are trained") in commands and end(commands).outcome == "completed"
+    assert "Complete" not in kinds(scene.trainer(3, "done"))
+    assert scene.store(EvalDone(v(3))) == [Complete("all batches are trained")]
+    assert end(scene.store(Completed())).outcome == "completed"
 
 
 @pytest.mark.parametrize(
@@ -94,6 +95,7 @@ def test_a_death_of_an_earlier_start_or_an_orderly_end_is_no_failure() -> None:
     scene = Scene()
     scene.ready()
     assert scene.handle(ProcessEnded("replica", "r0", 0, "killed")) == []
+    scene.trainer(3, "done")
     assert scene.handle(ProcessEnded("trainer", "trainer", 1, None)) == []
     assert scene.handle(ProcessEnded("nobody", "x", 1, "killed")) == []
 

@@ -15,6 +15,7 @@ import pytest
 from laminar.config import load
 from laminar.control.commands import Command, Issue, Numbered, Pull, Stop
 from laminar.control.events import ReplicaBeat
+from laminar.control.mailbox import Inbox
 from laminar.errors import EngineError, ProtocolError, VersionGone, WeightsError
 from laminar.rollout.engine import Progress, Request
 from laminar.rollout.replica import Replica
@@ -157,17 +158,17 @@ class Manager:
         self.beats: queue.SimpleQueue[ReplicaBeat] = queue.SimpleQueue()
         self.error: Exception | None = None
 
-    def beat(self, beat: ReplicaBeat, acked: int, wait_s: float) -> Sequence[Numbered]:
+    def beat(self, beat: ReplicaBeat, acked: Inbox, wait_s: float) -> Sequence[Numbered]:
         self.beats.put(beat)
         with self.news:
             if self.error is not None:
                 raise self.error
-            self.news.wait_for(lambda: any(n.number > acked for n in self.commands), min(wait_s, 0.05))
-            return [n for n in self.commands if n.number > acked]
+            self.news.wait_for(lambda: any(n.number > acked.number for n in self.commands), min(wait_s, 0.05))
+            return [n for n in self.commands if n.number > acked.number]
 
     def tell(self, command: Command) -> None:
         with self.news:
-            self.commands.append(Numbered(len(self.commands) + 1, command))
+            self.commands.append(Numbered(1, len(self.commands) + 1, command))
             self.news.notify_all()
 
     def beat_that(self, condition: Callable[[ReplicaBeat], bool]) -> ReplicaBeat:

@@ -24,12 +24,15 @@ from laminar.control.events import (
     Tick,
     TrainerBeat,
 )
+from laminar.control.mailbox import Inbox
 from laminar.runtime.services import ManagerService, StoreService
 from laminar.types import ReplicaReport, ScoreReport, Trained, Version
 from tests.control.plans import make_settings
 from tests.data.driving import V0, Clock, Hand, Prompts, open_store
 
 V1 = Version(0, 1)
+NOTHING = Inbox()
+"""No command has been taken in."""
 WITHIN_S = 20.0
 """Everything here is a matter of milliseconds; whoever waits longer waits for ever."""
 T = TypeVar("T")
@@ -69,28 +72,28 @@ def store(tmp_path: Path) -> Iterator[StoreService]:
 
 def test_a_beat_that_waits_is_answered_when_there_is_something_to_do(manager: ManagerService) -> None:
     async def body() -> None:
-        waiting = asyncio.create_task(manager.beat(replica(None), 0, WITHIN_S))
+        waiting = asyncio.create_task(manager.beat(replica(None), NOTHING, WITHIN_S))
         await asyncio.sleep(0)
         assert not waiting.done()
-        await manager.beat(relay(V0), 0, 0.0)
+        await manager.beat(relay(V0), NOTHING, 0.0)
         (numbered,) = await waiting
-        assert numbered == Numbered(1, Pull("r0", 1, V0, "first weights"))
+        assert numbered == Numbered(1, 1, Pull("r0", 1, V0, "first weights"))
 
     run(body())
 
 
 def test_a_beat_that_waits_in_vain_is_answered_too(manager: ManagerService) -> None:
-    assert run(manager.beat(replica(None), 0, 0.01)) == []
+    assert run(manager.beat(replica(None), NOTHING, 0.01)) == []
 
 
 def test_commands_are_repeated_until_they_are_acknowledged(manager: ManagerService) -> None:
     async def body() -> None:
-        await manager.beat(replica(None), 0, 0.0)
-        await manager.beat(relay(V0), 0, 0.0)
-        first = await manager.beat(replica(None), 0, 0.0)
-        assert first == await manager.beat(replica(None), 0, 0.0), "the answer was lost"
+        await manager.beat(replica(None), NOTHING, 0.0)
+        await manager.beat(relay(V0), NOTHING, 0.0)
+        first = await manager.beat(replica(None), NOTHING, 0.0)
+        assert first == await manager.beat(replica(None), NOTHING, 0.0), "the answer was lost"
         assert [n.number for n in first] == [1]
-        assert await manager.beat(replica(None), 1, 0.0) == []
+        assert await manager.beat(replica(None), Inbox(1, 1), 0.0) == []
 
     run(body())
 
@@ -101,11 +104,11 @@ def test_a_quiet_beat_is_told_in_the_next_tick_unless_there_is_newer_news(
     """A beat from before a load must not undo it: the manager would grant work under weights that are gone."""
 
     async def body() -> None:
-        await manager.beat(replica(None), 0, 0.0)
-        await manager.beat(relay(V0), 0, 0.0)
-        await manager.beat(replica(None, step=1), 0, 0.0)
+        await manager.beat(replica(None), NOTHING, 0.0)
+        await manager.beat(relay(V0), NOTHING, 0.0)
+        await manager.beat(replica(None, step=1), NOTHING, 0.0)
         assert set(manager.quiet) == {("replica", "r0")}
-        await manager.beat(replica(V0), 0, 0.0)
+        await manager.beat(replica(V0), NOTHING, 0.0)
         ticks = asyncio.create_task(manager.run())
         while not any(isinstance(e, Tick) for e in events(tmp_path)):
             await asyncio.sleep(0)
@@ -125,13 +128,13 @@ def test_stop_reaches_those_who_have_spoken_and_those_who_speak_later(manager: M
     """Fault 9: a process that was still loading its model when the run ended hears of it in its first answer."""
 
     async def body() -> None:
-        await manager.beat(replica(None), 0, 0.0)
-        commands, _, _ = await manager.driver_poll([StopRequested("enough")], 0, 0.0)
+        await manager.beat(replica(None), NOTHING, 0.0)
+        commands, _, _ = await manager.driver_poll([StopRequested("enough")], NOTHING, 0.0)
         assert [n.command for n in commands] == [EndRun("interrupted", "enough")]
         for beat in (replica(None), replica(None, "r1"), relay(), TrainerBeat(1, None, 0, "starting")):
-            (numbered,) = await manager.beat(beat, 0, 0.0)
+            (numbered,) = await manager.beat(beat, NOTHING, 0.0)
             assert isinstance(numbered.command, Stop)
-        (numbered,) = await manager.store_poll(StoreEvents(0, ()), 0, 0.0)
+        (numbered,) = await manager.store_poll(StoreEvents(0, ()), NOTHING, 0.0)
         assert isinstance(numbered.command, Stop)
 
     run(body())
@@ -141,9 +144,9 @@ def test_the_driver_hears_of_the_end_while_it_waits(manager: ManagerService) -> 
     """Fault 2."""
 
     async def body() -> None:
-        waiting = asyncio.create_task(manager.driver_poll([], 0, WITHIN_S))
+        waiting = asyncio.create_task(manager.driver_poll([], NOTHING, WITHIN_S))
         await asyncio.sleep(0)
-        await manager.driver_poll([ProcessEnded("replica", "r0", 1, "boom")], 0, 0.0)
+        await manager.driver_poll([ProcessEnded("replica", "r0", 1, "boom")], NOTHING, 0.0)
         commands, _, processes = await waiting
         assert [n.command for n in commands] == [EndRun("failed", "replica r0 died: boom")]
         assert {(p["id"], p["state"]) for p in processes} >= {("r0", "dead"), ("trainer", "starting")}
@@ -155,10 +158,10 @@ def test_an_event_is_on_disk_before_its_commands_are_known(manager: ManagerServi
     """Protocol §8: replay knows everything that anybody was told."""
 
     async def body() -> None:
-        await manager.beat(replica(None), 0, 0.0)
-        await manager.beat(relay(V0), 0, 0.0)
+        await manager.beat(replica(None), NOTHING, 0.0)
+        await manager.beat(relay(V0), NOTHING, 0.0)
         before = (tmp_path / "000001.jsonl").read_text()
-        assert await manager.beat(replica(None), 0, 0.0)
+        assert await manager.beat(replica(None), NOTHING, 0.0)
         assert '"Pull"' in before and before.endswith("\n")
 
     run(body())
@@ -172,7 +175,7 @@ def test_an_idle_replica_waits_for_work(store: StoreService) -> None:
         waiting = asyncio.create_task(store.exchange(ReplicaReport("r0", 1, 1, wait_s=WITHIN_S)))
         await asyncio.sleep(0)
         assert not waiting.done()
-        store._obey([Numbered(1, Issue("r0", 1, V0, 1, "train", ""))])
+        store._obey([Numbered(1, 1, Issue("r0", 1, V0, 1, "train", ""))])
         assert [w.sample for w in (await waiting).work] == [(0, 0), (0, 1)]
 
     run(body())
@@ -217,16 +220,16 @@ def test_a_batch_that_will_never_come_is_said_at_once(tmp_path: Path) -> None:
 def test_events_travel_in_batches_and_commands_come_back_once(store: StoreService) -> None:
     """Commands are repeated in every reply; each is carried out once. Events come in order, each once."""
     told: list[StoreEvents] = []
-    commands = [Numbered(1, Issue("r0", 1, V0, 1, "train", "")), Numbered(2, Issue("r0", 1, V0, 1, "train", ""))]
+    commands = [Numbered(1, 1, Issue("r0", 1, V0, 1, "train", "")), Numbered(1, 2, Issue("r0", 1, V0, 1, "train", ""))]
 
-    async def poll(events: StoreEvents, acked: int, wait_s: float) -> list[Numbered]:
+    async def poll(events: StoreEvents, acked: Inbox, wait_s: float) -> list[Numbered]:
         if events.events:
             told.append(events)
         await asyncio.sleep(0)
         return (
             commands[:2]
             if sum(len(t.events) for t in told) < 2
-            else [*commands, Numbered(3, Stop("datastore", "*", ""))]
+            else [*commands, Numbered(1, 3, Stop("datastore", "*", ""))]
         )
 
     run(store.run(poll))
@@ -238,8 +241,8 @@ def test_events_travel_in_batches_and_commands_come_back_once(store: StoreServic
 def test_what_comes_after_the_stop_is_still_taken_in(store: StoreService) -> None:
     """Fault 10: a trainer in mid-step and a replica in mid-report end in order when the run is stopped."""
 
-    async def poll(events: StoreEvents, acked: int, wait_s: float) -> list[Numbered]:
-        return [Numbered(1, Stop("datastore", "*", ""))]
+    async def poll(events: StoreEvents, acked: Inbox, wait_s: float) -> list[Numbered]:
+        return [Numbered(1, 1, Stop("datastore", "*", ""))]
 
     async def body() -> None:
         hand = Hand(store.store)
@@ -277,7 +280,7 @@ def test_a_store_and_a_manager_together(tmp_path: Path) -> None:
         running = asyncio.create_task(service.run(manager.store_poll))
         beats: list[Beat] = [replica(None), TrainerBeat(1, V0, 0, "training"), relay(V0), replica(V0)]
         for beat in beats:
-            await manager.beat(beat, 0, 0.0)
+            await manager.beat(beat, NOTHING, 0.0)
         reply = await service.exchange(ReplicaReport("r0", 1, 1, wait_s=WITHIN_S))
         hand = Hand(service.store)
         hand.finish(reply.work)
@@ -285,7 +288,7 @@ def test_a_store_and_a_manager_together(tmp_path: Path) -> None:
         state = manager.manager.state
         await until(lambda: state.replicas["r0"].granted > 0 or len(state.live) > 1)
         assert 0 in state.live
-        await manager.driver_poll([StopRequested("enough")], 0, 0.0)
+        await manager.driver_poll([StopRequested("enough")], NOTHING, 0.0)
         await running
 
     run(body())

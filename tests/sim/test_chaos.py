@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from laminar.sim.faults import faults_of, main, plan_of, run_chaos
@@ -33,7 +35,9 @@ def test_the_seeds_reach_every_schedule_and_every_kind_of_fault() -> None:
     faults = [fault for seed, plan in zip(SEEDS, plans, strict=True) for fault in faults_of(seed, plan)]
     assert {p.settings.schedule for p in plans} == {"sync", "one_step", "stream", "partial", "laminar"}
     assert {f.kind for f in faults} == {"kill", "stall", "partition", "slow", "drain", "scale"}
-    assert {f.role for f in faults} == {"replica", "relay", "trainer", "scorer"}
+    processes = {"replica", "relay", "trainer", "manager", "datastore", "scorer"}
+    reached = {(f.kind, f.role) for f in faults if f.kind not in ("drain", "scale")}
+    assert reached == set(itertools.product(("kill", "stall", "partition", "slow"), processes))
     assert any(f.at is None for f in faults) and any(f.event is None for f in faults)
 
 

@@ -231,7 +231,7 @@ def test_a_death_is_mended_and_nothing_is_lost(schedule: str, victim: tuple[str,
     """Invariants 2 and 12, at the level of ids."""
     plan = mixed(schedule, checkpoint_every=2, delays=replace(SMALL, stream_s=0.2))
     world = World(replace(plan, settings=replace(plan.settings, max_restarts=2)))
-    world.kernel.at(at, lambda: world.kill(*victim))
+    world.kernel.at(at, lambda: world.driver.kill(*victim))
     end = world.run(until=10_000)
     assert end.outcome == "completed", end.message
     assert sorted(i.update for i in world.store.iterations) == list(range(8))

@@ -10,6 +10,7 @@ import pytest
 
 from laminar.control.commands import Numbered, Stop
 from laminar.control.events import TrainerBeat
+from laminar.control.mailbox import Inbox
 from laminar.trainer.beat import TrainerVoice
 from laminar.types import Version
 
@@ -27,12 +28,12 @@ class Manager:
         self.commands: list[Numbered] = []
         self.error: Exception | None = None
 
-    def beat(self, beat: TrainerBeat, acked: int, wait_s: float) -> Sequence[Numbered]:
+    def beat(self, beat: TrainerBeat, acked: Inbox, wait_s: float) -> Sequence[Numbered]:
         if self.error is not None:
             raise self.error
-        self.acked.append(acked)
+        self.acked.append(acked.number)
         self.beats.put(beat)
-        return [n for n in self.commands if n.number > acked]
+        return [n for n in self.commands if n.number > acked.number]
 
     def next(self) -> TrainerBeat:
         return self.beats.get(timeout=WITHIN_S)
@@ -67,7 +68,7 @@ def test_a_heartbeat_goes_on_while_the_trainer_is_busy_and_brings_the_stop() -> 
     for _ in range(3):
         manager.next()
     assert not voice.is_set()
-    manager.commands.append(Numbered(1, Stop("trainer", "*", "")))
+    manager.commands.append(Numbered(1, 1, Stop("trainer", "*", "")))
     wait_until(voice.is_set)
     assert manager.acked[-1] == 0
 

@@ -15,6 +15,7 @@ from laminar.control import ledger, staleness
 from laminar.control.events import (
     Adopted,
     Buffered,
+    Completed,
     CutGivenUp,
     CutMade,
     Dropped,
@@ -24,8 +25,10 @@ from laminar.control.events import (
     Issued,
     MoveEnded,
     Orphaned,
+    Recovered,
     StoreEvent,
 )
+from laminar.control.mailbox import Inbox
 from laminar.errors import ProtocolError
 from laminar.types import SampleId, Settings, Version
 
@@ -120,6 +123,8 @@ class Accounts:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.inbox = Inbox()
+        """The term of the manager that is obeyed, and how far."""
         self.groups: dict[int, Group] = {}
         """Groups that are neither trained nor dropped."""
         self.cuts: dict[tuple[int, int], Cut] = {}
@@ -188,6 +193,47 @@ class Accounts:
     def unfinished(self) -> Iterator[Sample]:
         for group in self.groups.values():
             yield from group.members("issued", "running", "orphan")
+
+    # ------------------------------------------------------------ starts and terms
+
+    def abandon(self) -> None:
+        """Everything has been started anew: nobody owns anything, and unfinished evaluations end."""
+        for group in list(self.groups.values()):
+            if group.kind == "eval":
+                self.drop_group(group, "interrupted")
+        for sample in list(self.unfinished()):
+            if sample.state != "orphan":
+                self.orphan(sample)
+        self.eval_rounds.clear()
+
+    def begin_term(self, term: int) -> None:
+        """From here on the manager of `term` is obeyed. The moves of the last one end: what was not let go of stays."""
+        self.inbox = Inbox(term)
+        for source in list(self.moves):
+            self.cancel_move(source)
+
+    def recovered(self, evals_done: tuple[Version, ...], outbox: int) -> Recovered:
+        """What the manager of this term begins with; `outbox` is the number of the last event that is part of it."""
+        owned: dict[tuple[str, int], list[SampleId]] = {}
+        orphans = []
+        for s in self.unfinished():
+            if s.owner is None:
+                orphans.append((s.id, s.last_version, self.groups[s.id.group].deadline))
+            else:
+                owned.setdefault((s.owner, s.incarnation), []).append(s.id)
+        return Recovered(
+            term=self.inbox.term,
+            live=tuple((g.id, g.state) for g in self.live()),
+            cut_groups=self.cut_groups,
+            update=self.update,
+            trained=self.trained_version,
+            orphans=tuple(orphans),
+            exhausted=self.exhausted,
+            evals_done=evals_done,
+            outbox=outbox,
+            owned=tuple((*owner, tuple(samples)) for owner, samples in sorted(owned.items())),
+            evals_open=tuple((r.version, r.issued) for _, r in sorted(self.eval_rounds.items())),
+        )
 
     # ------------------------------------------------------------ issue
 
@@ -541,6 +587,7 @@ class Accounts:
         for group in list(self.groups.values()):
             if group.state not in ledger.TERMINAL:
                 self.drop_group(group, "run_ended")
+        self.events.append(Completed())
 
     def drain_events(self) -> list[StoreEvent]:
         """Events since the last call, neighbours of one kind merged: the manager thinks in batches of ids."""

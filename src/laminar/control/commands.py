@@ -199,6 +199,8 @@ Command = (
 class Numbered:
     """A command on its way. Repeated in every reply until a request acknowledges `number`."""
 
+    term: int
+    """of the manager"""
     number: int
     command: Command
 

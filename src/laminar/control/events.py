@@ -20,13 +20,15 @@ class ReplicaBeat:
     replica: str
     incarnation: int
     state: str
-    """`idle`, `generating`, `loading`, `prefilling`"""
+    """`idle`, `generating`, `loading`, `reporting` (what it holds has ended, and the data store is to be told)"""
     version: Version | None
     step: int
     """The engine's step counter: a beat without progress is not a sign of life."""
     load: Load = field(default_factory=Load)
     node: str = ""
     failed_pulls: int = 0
+    pulling: Version | None = None
+    """What it loads, or is going to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,11 @@ class Exhausted:
 
 
 @dataclass(frozen=True, slots=True)
+class Completed:
+    """What was left when all was trained is accounted for."""
+
+
+@dataclass(frozen=True, slots=True)
 class Fatal:
     """A failure that the user's policy says must stop the run."""
 
@@ -174,6 +181,7 @@ StoreEvent = (
     | Orphaned
     | EvalDone
     | Exhausted
+    | Completed
     | Fatal
 )
 
@@ -187,8 +195,25 @@ class StoreEvents:
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessSeen:
+    """What a manager has told the driver of a process, which passes it on to the next one."""
+
+    role: str
+    id: str
+    incarnation: int
+    state: str
+    deaths: tuple[int, ...] = ()
+    """A batch a death: the lowest that was not trained then."""
+    unwanted: bool = False
+    """It is to be removed, or has been."""
+
+
+@dataclass(frozen=True, slots=True)
 class Recovered:
-    """A manager begins its term: the data store's counts at this moment."""
+    """A manager begins its term: the data store's counts at this moment, and what the driver knows.
+
+    What a replica or a relay has, it says in its first beat.
+    """
 
     term: int
     live: tuple[tuple[int, str], ...] = ()
@@ -202,6 +227,12 @@ class Recovered:
     exhausted: bool = False
     evals_done: tuple[Version, ...] = ()
     outbox: int = 0
+    owned: tuple[tuple[str, int, tuple[SampleId, ...]], ...] = ()
+    """(replica, incarnation, unfinished samples that it owns)"""
+    evals_open: tuple[tuple[Version, int], ...] = ()
+    """(version, groups issued) of evaluations that have begun"""
+    processes: tuple[ProcessSeen, ...] = ()
+    """Those that the manager takes over, if there was one before it; empty when everything has been started anew."""
 
 
 # ---------------------------------------------------------------- driver

@@ -7,13 +7,14 @@ one. Waiting without end is not a policy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from laminar.control import ledger
 from laminar.control.accounts import FIRST_EVAL
-from laminar.control.commands import Adopt, Command, GiveUpCut, Orphan, Pull, Replace, Restart
+from laminar.control.commands import Adopt, Command, EndRun, GiveUpCut, Orphan, Pull, Replace, Restart
+from laminar.control.events import ProcessEnded, ProcessSeen, Recovered
 from laminar.control.state import Process, Replica, State
-from laminar.types import SampleId, Version
+from laminar.types import SampleId, Settings, Version
 
 ORPHANS = "orphans"
 """Mark in `Replica.receives` while the data store has not confirmed an adoption."""
@@ -23,7 +24,8 @@ def died(state: State, process: Process, cause: str, is_final: bool = False) -> 
     """Commands after the death of a process; a death that can't be mended sets `state.fatal`."""
     key, settings = (process.role, process.id), state.settings
     process.state = ledger.step(ledger.PROCESS, process.state, "death", key)
-    state.deaths[key] = state.deaths.get(key, 0) + 1
+    deaths = state.deaths.setdefault(key, [])
+    deaths.append(state.trained)
     line = f"{process.role} {process.id} died: {cause}"
     if settings.max_restarts == 0 or is_final:
         state.fatal = state.fatal or line
@@ -36,7 +38,7 @@ def died(state: State, process: Process, cause: str, is_final: bool = False) -> 
     if process.role == "trainer" and (command := _give_up_cut(state)):
         yield command
     unwanted = process.role == "replica" and process.id in state.unwanted
-    if state.deaths[key] <= settings.max_restarts and not unwanted:
+    if len(deaths) <= settings.max_restarts and not unwanted:
         process.state = ledger.step(ledger.PROCESS, process.state, "replace", key)
         process.incarnation += 1
         state.notes.append(f"{line}{held}; restarting it")
@@ -50,13 +52,41 @@ def died(state: State, process: Process, cause: str, is_final: bool = False) -> 
         state.fatal = state.fatal or f"{line}, {settings.max_restarts} restarts did not help"
 
 
+def orphan_unknown(state: State, event: Recovered) -> Iterator[Command]:
+    """What is owned by those who are gone: the word of the manager that saw it may not have reached the data store."""
+    for replica_id, incarnation, _ in event.owned:
+        process = state.processes["replica", replica_id]
+        if process.incarnation != incarnation or process.state in ledger.ENDED:
+            yield Orphan(replica_id, incarnation, "it was gone before this manager began")
+
+
+def without_manager(
+    settings: Settings, seen: Iterable[ProcessSeen], ended: Sequence[ProcessEnded]
+) -> tuple[list[Command], tuple[ProcessSeen, ...]]:
+    """What the driver does when there is nobody to ask: who of the manager and the data store is started anew.
+
+    `seen` is what the last manager told of the processes, `ended` who of the two has ended since. The rule is the same
+    as for everybody else. Returns the commands and what there is to tell the next manager.
+    """
+    state = State(settings)
+    state.take_over(0.0, seen)
+    commands: list[Command] = []
+    for event in ended:
+        process = state.processes[event.role, event.id]
+        if process.incarnation == event.incarnation:
+            commands += died(state, process, event.cause or "ended before the run did")
+    if state.fatal is not None:
+        commands = [EndRun("failed", state.fatal)]
+    return commands, state.seen()
+
+
 def _give_up_cut(state: State) -> Command | None:
     """A batch on which the trainer dies twice is the batch's fault."""
     update = state.trained
-    state.trainer_deaths[update] = state.trainer_deaths.get(update, 0) + 1
+    deaths = state.deaths["trainer", "trainer"].count(update)
     newest = state.trainer.version
     published = newest is not None and newest.number > update
-    if state.trainer_deaths[update] == 2 and update < state.update and not published:
+    if deaths == 2 and update < state.update and not published:
         return GiveUpCut(update, "the trainer died on it twice")
     return None
 
@@ -148,11 +178,11 @@ def _is_late(state: State, sample: SampleId) -> bool:
 
 
 def _must_restart(state: State, sample: SampleId) -> bool:
-    """Nobody holds its version or is about to, and no relay has it; or it has waited long enough."""
+    """Nobody can hold its version or is about to, and no relay has it; or it has waited long enough."""
     version = state.orphans[sample].version
     held = any(version in (r.version, r.pulling) for r in state.alive())
     shelved = any(version in relay.whole for relay in state.relays.values())
-    return _is_late(state, sample) or not (held or shelved)
+    return _is_late(state, sample) or not (held or shelved or not state.all_heard)
 
 
 def _due(deadline: int | None) -> float:

@@ -56,6 +56,7 @@ GROUP: Table = {
 REPLICA: Table = {
     ("starting", "loaded"): "idle",
     ("starting", "pull"): "pulling",
+    ("starting", "resumed"): "generating",  # a new manager hears of it for the first time
     ("pulling", "loaded"): "idle",
     ("pulling", "resumed"): "generating",
     ("pulling", "failed"): "starting",

@@ -42,6 +42,7 @@ class Manager:
         self.schedule = schedule.make(settings)
         self.ended: EndRun | None = None
         self.interrupted: str | None = None
+        self.completing = False
         self.last_tick: float | None = None
         self.last_repack = 0.0
         self.repack_due = False
@@ -54,8 +55,9 @@ class Manager:
             return []
         if isinstance(event, Tick):
             commands += self._judge(now)
-        if end := list(self._end_if_over()):
-            return commands + end
+        commands += self._end_if_over()
+        if self.ended is not None or self.completing:
+            return commands
         commands += failover.adopt_orphans(self.state)
         commands += self.schedule.plan(self.state)
         commands += self._move(now)
@@ -91,9 +93,12 @@ class Manager:
                 state.outbox = max(state.outbox, event.last)
             case Recovered():
                 state.recover(now, event)
+                yield from failover.orphan_unknown(state, event)
             case ProcessStarted():
-                key = event.role, event.id
-                state.processes[key] = Process(event.role, event.id, event.incarnation, heard=now, moved=now)
+                known = state.processes.get((event.role, event.id))
+                if known is None or known.incarnation < event.incarnation:
+                    process = Process(event.role, event.id, event.incarnation, heard=now, moved=now)
+                    state.processes[event.role, event.id] = process
             case ProcessEnded():
                 yield from self._process_ended(event)
             case DrainRequested():
@@ -111,6 +116,8 @@ class Manager:
             case RelayBeat():
                 self.state.relay_beat(now, beat)
                 self.state.notes += beat.problems
+                for version in beat.whole:
+                    schedule.note_published(self.state, version, final=False)
             case TrainerBeat():
                 self.repack_due = self.repack_due or beat.version != self.state.trainer.version
                 self.state.trainer_beat(now, beat)
@@ -125,7 +132,9 @@ class Manager:
             yield from failover.died(self.state, process, event.cause, event.is_final)
             return
         process.state = ledger.step(ledger.PROCESS, process.state, "stop", f"{event.role} {event.id}")
-        if event.role != "trainer":
+        if event.role == "trainer":
+            self.state.trainer_ended()
+        else:
             self.state.fatal = self.state.fatal or f"{event.role} {event.id} ended before the run did"
 
     # ------------------------------------------------------------ the end
@@ -149,9 +158,13 @@ class Manager:
             yield from self._finish("interrupted", self.interrupted)
         elif state.fatal is not None:
             yield from self._finish("failed", state.fatal)
-        elif state.trainer.state == "done" and not schedule.due_evaluations(state):
-            yield Complete("all batches are trained")
+        elif state.completed:
             yield from self._finish("completed", "all batches are trained")
+        elif state.trainer.state == "done" and not self.completing:
+            schedule.note_final(state)
+            if schedule.all_evaluated(state):
+                self.completing = True
+                yield Complete("all batches are trained")
 
     def _finish(self, outcome: str, message: str) -> Iterator[Command]:
         self.ended = EndRun(outcome, message)

@@ -51,7 +51,8 @@ def drain(state: State) -> Iterator[Command]:
     """Move the work of draining replicas away if somebody holds its version; remove those that are empty."""
     for replica in [r for _, r in sorted(state.replicas.items()) if r.draining]:
         process = state.processes["replica", replica.id]
-        if process.state not in ("alive", "suspect") or replica.bound or replica.activity == "granted":
+        there = process.state in ("alive", "suspect") and replica.heard
+        if not there or replica.bound or replica.activity == "granted":
             continue
         if not replica.unfinished:
             process.state = ledger.step(ledger.PROCESS, process.state, "stop", replica.id)

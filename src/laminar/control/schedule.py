@@ -139,6 +139,26 @@ def note_published(state: State, version: Version, final: bool) -> None:
         state.evaluations[version] = Evaluation()
 
 
+def note_final(state: State) -> None:
+    """All is trained: the last version is to be evaluated, if that is wanted."""
+    if (version := _last_version(state)) is not None:
+        note_published(state, version, final=True)
+
+
+def all_evaluated(state: State) -> bool:
+    """All is trained, no evaluation is due, and none will be."""
+    wanted = state.settings.eval_groups and state.settings.eval_after_train
+    return not due_evaluations(state) and (not wanted or _last_version(state) in state.evaluations)
+
+
+def _last_version(state: State) -> Version | None:
+    """The one after all batches. A manager that began when the trainer had ended learns it from the relays."""
+    if state.trainer.version is not None:
+        return state.trainer.version
+    newest = max((v for relay in state.relays.values() for v in relay.whole), default=None)
+    return newest if newest is not None and newest.number == state.trained else None
+
+
 def _top_up(state: State) -> Iterator[Command]:
     """New groups for replicas that hold the newest version and have ended some of their old ones."""
     size, target = state.settings.group_size, state.settings.groups_in_flight
@@ -191,7 +211,8 @@ def _evaluate(state: State, replica: Replica) -> Command | None:
         if state.has_version(replica.node, version):
             return _pull(replica, version, f"evaluation of version {version}")
         present = [r for i, r in state.replicas.items() if state.processes["replica", i].state not in ledger.ENDED]
-        if not any(version in (r.version, r.pulling) for r in present) and _passed(state, version):
+        held = any(version in (r.version, r.pulling) for r in present) or not state.all_heard
+        if not held and _passed(state, version):
             evaluation.done = True
             return GiveUpEval(version, "no relay and no replica holds it any more")
     return None

@@ -5,13 +5,15 @@ The data store owns the truth about samples; this is a view of it, as old as the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 from laminar.control import ledger, staleness
 from laminar.control.chain import Chain, Link
 from laminar.control.events import (
     Adopted,
     Buffered,
+    Completed,
     CutGivenUp,
     CutMade,
     CutTrained,
@@ -23,6 +25,7 @@ from laminar.control.events import (
     Issued,
     MoveEnded,
     Orphaned,
+    ProcessSeen,
     Recovered,
     RelayBeat,
     ReplicaBeat,
@@ -30,6 +33,9 @@ from laminar.control.events import (
     TrainerBeat,
 )
 from laminar.types import Load, SampleId, Settings, Version
+
+EPOCHS_A_TERM = 2**20
+"""The chain of a new manager begins above all epochs of the last one."""
 
 
 @dataclass(slots=True)
@@ -68,6 +74,8 @@ class Replica:
     move_began: float = 0.0
     draining: bool = False
     """It is to be removed: nothing new is given to it."""
+    heard: bool = False
+    """It has told this manager what it has; before, only its work is known, from the data store."""
 
     @property
     def bound(self) -> bool:
@@ -122,10 +130,8 @@ class State:
         """Training groups issued, not dropped, not cut: group -> `issued` or `buffered`."""
         self.owners: dict[SampleId, str] = {}
         self.orphans: dict[SampleId, Orphan] = {}
-        self.trainer_deaths: dict[int, int] = {}
-        """Deaths of the trainer by the batch that it was on."""
-        self.deaths: dict[tuple[str, str], int] = {}
-        """Deaths of each process so far."""
+        self.deaths: dict[tuple[str, str], list[int]] = {}
+        """Deaths of each process so far: at each, the lowest batch that was not trained."""
         self.unwanted: dict[str, None] = {}
         """Replicas that are to be removed, or have been."""
         self.chain = Chain()
@@ -135,6 +141,7 @@ class State:
         self.update = 0
         self.trained = 0
         self.exhausted = False
+        self.completed = False
         self.evaluations: dict[Version, Evaluation] = {}
         self.fatal: str | None = None
         self.now = 0.0
@@ -165,6 +172,11 @@ class State:
     def num_replicas(self) -> int:
         """Replicas that can be given work now or soon: those that start or load their first weights included."""
         return sum(p.role == "replica" and p.state in ("starting", "alive") for p in self.processes.values())
+
+    @property
+    def all_heard(self) -> bool:
+        """Every replica and relay that may be there has spoken: what none of them has, nobody has."""
+        return not any(p.state == "suspect" and p.role in ("replica", "relay") for p in self.processes.values())
 
     def room(self, version: Version) -> int:
         """Training groups that may be granted under `version`, by this view."""
@@ -215,15 +227,21 @@ class State:
             replica = self.replicas[beat.replica] = Replica(beat.replica, beat.incarnation)
             replica.draining = beat.replica in self.unwanted
             self.replicas = dict(sorted(self.replicas.items()))
-        if beat.step != process.step or not replica.unfinished or beat.state == "loading":
+        first, replica.heard = not replica.heard, True
+        if first:
+            replica.failed_pulls = beat.failed_pulls
+        if beat.step != process.step or not replica.unfinished or beat.state != "generating":
             process.step, process.moved = beat.step, now
         replica.node, replica.load = beat.node, beat.load
         if beat.version is not None and beat.version != replica.version:
             replica.version = beat.version
             if replica.activity in ("starting", "pulling", "idle"):
-                replica.move("resumed" if replica.activity == "pulling" and replica.unfinished else "loaded")
+                replica.move("resumed" if replica.unfinished else "loaded")
             replica.pulling = None
             self.progress_at = now
+        if first and beat.pulling is not None:
+            replica.pulling = beat.pulling
+            replica.move("pull")
         if beat.failed_pulls > replica.failed_pulls:
             replica.failed_pulls, replica.version = beat.failed_pulls, beat.version
             if replica.pulling is not None:
@@ -290,6 +308,8 @@ class State:
                 self.evaluations.setdefault(event.version, Evaluation()).done = True
             case Exhausted():
                 self.exhausted = True
+            case Completed():
+                self.completed = True
             case Fatal():
                 self.fatal = event.message
         if not isinstance(event, Issued):
@@ -341,11 +361,48 @@ class State:
             if not replica.unfinished and replica.activity == "generating":
                 replica.move("empty")
 
+    # ------------------------------------------------------------ terms
+
     def recover(self, now: float, event: Recovered) -> None:
+        """Begin a term. Who was alive is suspect until it speaks: that has its limit, and nothing is given to it."""
         self.live = {group: "buffered" if state == "buffered" else "issued" for group, state in event.live}
         self.cut_groups, self.update, self.trained = event.cut_groups, event.update, event.trained
         self.orphans = {sample: Orphan(version, deadline, now) for sample, version, deadline in event.orphans}
         self.exhausted, self.outbox = event.exhausted, event.outbox
-        for version in event.evals_done:
-            self.evaluations[version] = Evaluation(done=True)
+        self.evaluations = {version: Evaluation(issued) for version, issued in event.evals_open}
+        self.evaluations.update((version, Evaluation(done=True)) for version in event.evals_done)
+        self.chain = Chain(event.term * EPOCHS_A_TERM)
+        self.take_over(now, event.processes)
+        for replica_id, incarnation, samples in event.owned:
+            replica = self.replicas[replica_id] = Replica(replica_id, incarnation)
+            replica.draining = replica_id in self.unwanted
+            replica.unfinished = dict.fromkeys(samples)
+            self.owners.update(dict.fromkeys(samples, replica_id))
+        self.replicas = dict(sorted(self.replicas.items()))
         self.progress_at = now
+
+    def take_over(self, now: float, processes: Iterable[ProcessSeen]) -> None:
+        for p in processes:
+            state = "suspect" if p.state == "alive" else p.state
+            self.processes[p.role, p.id] = Process(p.role, p.id, p.incarnation, state, heard=now, moved=now)
+            if p.deaths:
+                self.deaths[p.role, p.id] = list(p.deaths)
+            if p.unwanted:
+                self.unwanted[p.id] = None
+        trainer = self.processes.get(("trainer", "trainer"))
+        if trainer is not None and trainer.state == "stopped":
+            self.trainer_ended()
+
+    def trainer_ended(self) -> None:
+        """It has returned in order: all batches are trained, whether or not it was heard to say so."""
+        if self.trainer.state != "done":
+            self.trainer = replace(self.trainer, version=None, state="done")
+
+    def seen(self) -> tuple[ProcessSeen, ...]:
+        """What the next manager has to know of the processes."""
+        return tuple(
+            ProcessSeen(
+                role, id_, p.incarnation, p.state, tuple(self.deaths.get((role, id_), ())), id_ in self.unwanted
+            )
+            for (role, id_), p in sorted(self.processes.items())
+        )

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from laminar.control.accounts import Accounts, Cut, Group, Sample
 from laminar.control.ledger import TERMINAL
+from laminar.control.mailbox import Inbox
 from laminar.errors import StorageError
 from laminar.types import SampleId, Settings, Version
 
@@ -118,9 +119,10 @@ def _outcome(s: Sample) -> tuple[str | None, float | None, str | None, int | Non
 
 
 def save_counters(db: sqlite3.Connection, accounts: Accounts) -> None:
-    """What no row tells: the prompt cursor, the next ids, the place of the next cut. They never go back."""
+    """What no row tells: prompt cursor, next ids, place of the next cut, last command. They never go back."""
     counters = {name: getattr(accounts, name) for name in COUNTERS}
     counters["exhausted"] = int(accounts.exhausted)
+    counters["inbox"] = accounts.inbox.term, accounts.inbox.number
     counters["ahead"], counters["given_up"] = sorted(accounts.ahead), sorted(accounts.given_up)
     set_meta(db, "counters", json.dumps(counters))
 
@@ -134,6 +136,7 @@ def load_accounts(db: sqlite3.Connection, settings: Settings) -> Accounts:
     counters = json.loads(get_meta(db, "counters", "{}"))
     for name in COUNTERS:
         setattr(accounts, name, counters.get(name, getattr(accounts, name)))
+    accounts.inbox = Inbox(*counters.get("inbox", ()))
     accounts.exhausted = bool(counters.get("exhausted", 0))
     accounts.ahead, accounts.given_up = set(counters.get("ahead", ())), set(counters.get("given_up", ()))
     marks = ", ".join("?" * len(TERMINAL))

@@ -29,11 +29,13 @@ from laminar.control.commands import (
     GiveUpEval,
     Issue,
     Move,
+    Numbered,
     Orphan,
     Restart,
 )
 from laminar.control.events import CutTrained, EvalDone, Fatal, Recovered, StoreEvent, StoreEvents
 from laminar.control.ledger import TERMINAL
+from laminar.control.mailbox import Inbox
 from laminar.data import schema
 from laminar.data.batches import read_batch
 from laminar.data.metrics import RowFile, iteration_row, stored_rows
@@ -106,34 +108,16 @@ class DataStore:
 
     def _recover(self) -> None:
         """Nobody owns anything after a start: unfinished samples wait to begin anew, unfinished evaluations end."""
-        for group in list(self.accounts.groups.values()):
-            if group.kind == "eval":
-                self.accounts.drop_group(group, "interrupted")
-        for sample in list(self.accounts.unfinished()):
-            if sample.state != "orphan":
-                self.accounts.orphan(sample)
+        self.accounts.abandon()
+        self.accounts.begin_term(self.term)
         # a manager begins with `recovered`; what was said before it is part of that
         self.accounts.events.clear()
         self.db.execute("DELETE FROM outbox")
 
     def recovered(self) -> Recovered:
         """The counts with which a manager begins its term."""
-        accounts = self.accounts
-        return Recovered(
-            term=self.term,
-            live=tuple((g.id, g.state) for g in accounts.live()),
-            cut_groups=accounts.cut_groups,
-            update=accounts.update,
-            trained=accounts.trained_version,
-            orphans=tuple(
-                (s.id, s.version, accounts.groups[s.id.group].deadline)
-                for s in accounts.unfinished()
-                if s.state == "orphan"
-            ),
-            exhausted=accounts.exhausted,
-            evals_done=tuple(Version(*row) for row in self.db.execute("SELECT lineage, version FROM evals")),
-            outbox=self._last_event(),
-        )
+        done = self.db.execute("SELECT lineage, version FROM evals")
+        return self.accounts.recovered(tuple(Version(*row) for row in done), self._last_event())
 
     # ------------------------------------------------------------ replicas
 
@@ -195,32 +179,51 @@ class DataStore:
 
     # ------------------------------------------------------------ manager
 
+    @property
+    def acked(self) -> Inbox:
+        """Which commands have been carried out."""
+        return self.accounts.inbox
+
+    def obey(self, sent: Sequence[Numbered]) -> list[Command]:
+        """Carry out the commands that are new, and note so in the same transaction. Returns them."""
+        if not sent:
+            return []
+        with self._transaction():
+            new = self.accounts.inbox.take(sent)
+            for command in new:
+                self._apply(command)
+            schema.save_counters(self.db, self.accounts)
+        return new
+
     def apply(self, commands: Sequence[Command]) -> None:
-        """Carry out the manager's commands, each asked again of the rules here, where the truth is."""
+        """Carry out commands, each asked again of the rules here, where the truth is."""
         with self._transaction():
             for command in commands:
-                match command:
-                    case Issue(kind="eval"):
-                        self._issue_eval(command)
-                    case Issue():
-                        self._issue(command)
-                    case Restart():
-                        self._restart(command)
-                    case Adopt():
-                        self._adopt(command)
-                    case Move(source, source_incarnation, destination, incarnation, version):
-                        self.accounts.move(source, source_incarnation, destination, incarnation, version)
-                    case CancelMove(source):
-                        self.accounts.cancel_move(source)
-                    case Orphan(replica, incarnation):
-                        self.accounts.orphan_all(replica, incarnation)
-                    case GiveUpEval(version=version):
-                        self._give_up_eval(version)
-                    case GiveUpCut(update):
-                        if self.accounts.give_up_cut(update):
-                            self.db.execute("DELETE FROM cuts WHERE batch = ?", (update,))
-                    case Complete():
-                        self.accounts.complete()
+                self._apply(command)
+
+    def _apply(self, command: Command) -> None:
+        match command:
+            case Issue(kind="eval"):
+                self._issue_eval(command)
+            case Issue():
+                self._issue(command)
+            case Restart():
+                self._restart(command)
+            case Adopt():
+                self._adopt(command)
+            case Move(source, source_incarnation, destination, incarnation, version):
+                self.accounts.move(source, source_incarnation, destination, incarnation, version)
+            case CancelMove(source):
+                self.accounts.cancel_move(source)
+            case Orphan(replica, incarnation):
+                self.accounts.orphan_all(replica, incarnation)
+            case GiveUpEval(version=version):
+                self._give_up_eval(version)
+            case GiveUpCut(update):
+                if self.accounts.give_up_cut(update):
+                    self.db.execute("DELETE FROM cuts WHERE batch = ?", (update,))
+            case Complete():
+                self.accounts.complete()
 
     def events(self, after: int) -> StoreEvents:
         """Outbox rows with numbers above `after`; those up to `after` have been seen and are deleted."""

@@ -20,8 +20,9 @@ from typing import Protocol
 import numpy as np
 
 from laminar.config import Config
-from laminar.control.commands import Numbered, Pull, Stop
+from laminar.control.commands import Command, Numbered, Pull, Stop
 from laminar.control.events import ReplicaBeat
+from laminar.control.mailbox import Inbox
 from laminar.errors import EngineError, ProtocolError, VersionGone, WeightsError
 from laminar.rollout.engine import Engine, FloatArray, Progress, Request, TokenArray
 from laminar.types import (
@@ -47,7 +48,7 @@ class Store(Protocol):
 
 
 class Manager(Protocol):
-    def beat(self, beat: ReplicaBeat, acked: int, wait_s: float) -> Sequence[Numbered]:
+    def beat(self, beat: ReplicaBeat, acked: Inbox, wait_s: float) -> Sequence[Numbered]:
         """Commands above `acked`; with nothing to say the answer may take up to `wait_s`."""
 
 
@@ -129,6 +130,7 @@ class Replica:
         """A sample has ended and is not in any report."""
         self._load_seen = Load()
         self._pull: Pull | None = None
+        self._loading: Version | None = None
         self._version: Version | None = None
         self._state = "idle"
         self._beat_now = False
@@ -175,6 +177,7 @@ class Replica:
                 pull = None
                 if self._pull is not None and (self._pull.interrupt or not (self._held or work)):
                     pull, self._pull = self._pull, None
+                    self._loading = pull.version
             self._forget(cancelled)
             self._let_go(release)
             self._begin([w for w in work if (w.sample, w.owner_epoch) not in cancelled])
@@ -303,7 +306,7 @@ class Replica:
         with self._news:
             self._failed_pulls += not loaded
             self._version = None if self.engine.loaded is None else self.engine.loaded.version
-            self._state, self._beat_now = "idle", True
+            self._state, self._loading, self._beat_now = "idle", None, True
             self._news.notify_all()
 
     def _try_load(self, ref: SlotRef) -> bool:
@@ -394,26 +397,30 @@ class Replica:
 
     # ------------------------------------------------------------ beat
 
+    @property
+    def _pulling(self) -> Version | None:
+        return self._pull.version if self._pull is not None else self._loading
+
     def _beat_loop(self) -> None:
-        period, acked = self.config.faults.heartbeat_s, 0
+        period, inbox = self.config.faults.heartbeat_s, Inbox()
         while not self._stopping:
             with self._news:
                 self._news.wait_for(lambda: self._stopping or self._beat_now or self._state == "idle", timeout=period)
                 self._beat_now = False
                 idle = self._state == "idle" and self._pull is None
+                reports = self._state == "generating" and not self._inbox and not self._any_generating()
                 beat = ReplicaBeat(
-                    self.name, self.incarnation, self._state, self._version, self._step, self._load_seen, self.node,
-                    self._failed_pulls,
+                    self.name, self.incarnation, "reporting" if reports else self._state, self._version, self._step,
+                    self._load_seen, self.node, self._failed_pulls, self._pulling,
                 )  # fmt: skip
-            for numbered in self.manager.beat(beat, acked, period if idle else 0.0):
-                acked = numbered.number
-                self._obey(numbered)
+            for command in inbox.take(self.manager.beat(beat, inbox, period if idle else 0.0)):
+                self._obey(command)
 
-    def _obey(self, numbered: Numbered) -> None:
+    def _obey(self, command: Command) -> None:
         with self._news:
-            match numbered.command:
+            match command:
                 case Pull():
-                    self._pull = numbered.command
+                    self._pull = command
                 case Stop():
                     self._stopping = True
                 case other:

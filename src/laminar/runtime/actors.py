@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from laminar.config import Config
 from laminar.control.commands import Numbered
 from laminar.control.events import Beat, DriverEvent, Recovered, StoreEvents
+from laminar.control.mailbox import Inbox
 from laminar.run_folder import NODE, RunFolder
 from laminar.runtime.handles import ManagerHandle, RelayManagerHandle, ScoreHandle, StoreHandle
 from laminar.runtime.services import ManagerService, StoreService
@@ -84,13 +85,13 @@ class ManagerActor(Actor):
     async def run(self, term: int) -> None:
         await self.service.run()
 
-    async def beat(self, beat: Beat, acked: int, wait_s: float) -> list[Numbered]:
+    async def beat(self, beat: Beat, acked: Inbox, wait_s: float) -> list[Numbered]:
         return await self.service.beat(beat, acked, wait_s)
 
-    async def store_poll(self, events: StoreEvents, acked: int, wait_s: float) -> list[Numbered]:
+    async def store_poll(self, events: StoreEvents, acked: Inbox, wait_s: float) -> list[Numbered]:
         return await self.service.store_poll(events, acked, wait_s)
 
-    async def driver_poll(self, events: tuple[DriverEvent, ...], acked: int, wait_s: float) -> Any:
+    async def driver_poll(self, events: tuple[DriverEvent, ...], acked: Inbox, wait_s: float) -> Any:
         return await self.service.driver_poll(events, acked, wait_s)
 
 

@@ -17,6 +17,7 @@ from laminar.config import Config
 from laminar.control import events
 from laminar.control.commands import Keep, Numbered, Stop
 from laminar.control.events import Beat, DriverEvent, StoreEvents
+from laminar.control.mailbox import Inbox
 from laminar.errors import LaminarError
 from laminar.types import Batch, ReplicaReply, ReplicaReport, ScoreReport, Settings, Trained, UnscoredGroup, Version
 from laminar.weights.relay import RelayBeat, RelayReply, describe
@@ -29,15 +30,15 @@ class ManagerHandle:
     def __init__(self, actor: Any) -> None:
         self.actor = actor
 
-    def beat(self, beat: Beat, acked: int, wait_s: float) -> Sequence[Numbered]:
+    def beat(self, beat: Beat, acked: Inbox, wait_s: float) -> Sequence[Numbered]:
         reply: list[Numbered] = ray.get(self.actor.beat.remote(beat, acked, wait_s))
         return reply
 
-    async def store_poll(self, events: StoreEvents, acked: int, wait_s: float) -> list[Numbered]:
+    async def store_poll(self, events: StoreEvents, acked: Inbox, wait_s: float) -> list[Numbered]:
         reply: list[Numbered] = await self.actor.store_poll.remote(events, acked, wait_s)
         return reply
 
-    def driver_poll(self, events: Sequence[DriverEvent], acked: int, wait_s: float) -> Any:
+    def driver_poll(self, events: Sequence[DriverEvent], acked: Inbox, wait_s: float) -> Any:
         """A reference, to be waited for among others."""
         return self.actor.driver_poll.remote(tuple(events), acked, wait_s)
 
@@ -47,7 +48,7 @@ class RelayManagerHandle:
 
     def __init__(self, manager: ManagerHandle, node: str) -> None:
         self.manager, self.node = manager, node
-        self.acked = 0
+        self.inbox = Inbox()
         self.keep: tuple[Version, ...] | None = None
         """None until the manager has said it: a restarted relay keeps what it finds."""
 
@@ -55,9 +56,8 @@ class RelayManagerHandle:
         stop = False
         problems = tuple(describe(event) for event in beat.events)
         news = events.RelayBeat(beat.relay, beat.incarnation, self.node, beat.whole, beat.free_slots, problems)
-        for numbered in self.manager.beat(news, self.acked, 0.0):
-            self.acked = numbered.number
-            match numbered.command:
+        for command in self.inbox.take(self.manager.beat(news, self.inbox, 0.0)):
+            match command:
                 case Keep(versions=versions):
                     self.keep = versions
                 case Stop():

@@ -9,6 +9,7 @@ from laminar import requests
 from laminar.config import Config
 from laminar.control.commands import EndRun, Remove, Replace
 from laminar.control.events import DriverEvent, ProcessEnded, Recovered, StopRequested
+from laminar.control.mailbox import Inbox
 from laminar.run_folder import RunFolder
 from laminar.runtime import handles
 from laminar.runtime.actors import ManagerActor, RelayActor, StoreActor, roles_of
@@ -73,7 +74,8 @@ def _watch(
 ) -> EndRun:
     """Tell the manager who started, who ended and what the user wants, and obey it, until it says that it is over."""
     told_stop = False
-    acked, poll = 0, manager.driver_poll(events, 0, 0.0)
+    inbox = Inbox()
+    poll = manager.driver_poll(events, inbox, 0.0)
     news: list[DriverEvent] = []
     while True:
         done = handles.wait_for_any([poll, *supervisor.awaited()], timeout_s=0.2)
@@ -90,11 +92,10 @@ def _watch(
             for note in notes:
                 say(note)
             supervisor.write(states)
-            for numbered in commands:
-                acked = numbered.number
-                match numbered.command:
+            for command in inbox.take(commands):
+                match command:
                     case EndRun():
-                        return numbered.command
+                        return command
                     case Replace() | Remove():
-                        supervisor.obey(numbered.command)
-            poll, news = manager.driver_poll(news, acked, 0.5 if not news else 0.0), []
+                        supervisor.obey(command)
+            poll, news = manager.driver_poll(news, inbox, 0.5 if not news else 0.0), []

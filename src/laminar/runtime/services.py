@@ -17,6 +17,7 @@ from laminar import __version__
 from laminar.control import codec
 from laminar.control.commands import Command, Numbered, Stop, address
 from laminar.control.events import Beat, DriverEvent, Event, Recovered, RelayBeat, ReplicaBeat, StoreEvents, Tick
+from laminar.control.mailbox import Inbox, Mailbox
 from laminar.control.manager import Manager, Record, is_news
 from laminar.data.store import DataStore
 from laminar.types import Batch, ReplicaReply, ReplicaReport, ScoreReport, Settings, Trained, UnscoredGroup
@@ -43,26 +44,16 @@ class Pulse:
             return
 
 
-class Mailbox:
-    """Numbered commands for one process, kept until it says it has them."""
+class WakingMailbox(Mailbox):
+    """Wakes who waits for a command."""
 
-    def __init__(self) -> None:
+    def __init__(self, term: int) -> None:
+        super().__init__(term)
         self.pulse = Pulse()
-        self._waiting: list[Numbered] = []
-        self._last = 0
 
     def put(self, command: Command) -> None:
-        self._last += 1
-        self._waiting.append(Numbered(self._last, command))
+        super().put(command)
         self.pulse.beat()
-
-    def after(self, acked: int) -> list[Numbered]:
-        self._waiting = [n for n in self._waiting if n.number > acked]
-        return list(self._waiting)
-
-    def begin(self, incarnation: int) -> None:
-        """A new process reads it: what was meant for its predecessor alone is gone."""
-        self._waiting = [n for n in self._waiting if getattr(n.command, "incarnation", incarnation) == incarnation]
 
 
 class EventLog:
@@ -91,9 +82,10 @@ class ManagerService:
 
     def __init__(self, settings: Settings, events: Path, recovered: Recovered, clock: Callable[[], float]) -> None:
         self.manager = Manager(settings)
-        self.log = EventLog(events, recovered.term, settings)
+        self.term = recovered.term
+        self.log = EventLog(events, self.term, settings)
         self.clock = clock
-        self.boxes: dict[Sender, Mailbox] = {}
+        self.boxes: dict[Sender, WakingMailbox] = {}
         self.last: dict[Sender, Beat] = {}
         self.quiet: dict[Sender, Beat] = {}
         """Beats with no news since the last tick."""
@@ -114,20 +106,20 @@ class ManagerService:
             else:
                 self._box(address(command)).put(command)
 
-    def _box(self, sender: Sender) -> Mailbox:
+    def _box(self, sender: Sender) -> WakingMailbox:
         box = self.boxes.get(sender)
         if box is None:
-            box = self.boxes[sender] = Mailbox()
+            box = self.boxes[sender] = WakingMailbox(self.term)
             if sender[0] in self.stopped:
                 box.put(self.stopped[sender[0]])
         return box
 
-    async def beat(self, beat: Beat, acked: int, wait_s: float) -> list[Numbered]:
+    async def beat(self, beat: Beat, acked: Inbox, wait_s: float) -> list[Numbered]:
         """A sign of life; the answer holds the commands above `acked`, if need be after waiting `wait_s` for one."""
         sender = sender_of(beat)
         box, last = self._box(sender), self.last.get(sender)
         if last is not None and last.incarnation > beat.incarnation:
-            return [Numbered(acked + 1, Stop(*sender, "another process has taken its place"))]
+            return [Numbered(self.term, acked.number + 1, Stop(*sender, "another process has taken its place"))]
         if last is None or last.incarnation < beat.incarnation:
             box.begin(beat.incarnation)
         if is_news(last, beat):
@@ -140,7 +132,7 @@ class ManagerService:
             await box.pulse.wait(wait_s)
         return box.after(acked)
 
-    async def store_poll(self, events: StoreEvents, acked: int, wait_s: float) -> list[Numbered]:
+    async def store_poll(self, events: StoreEvents, acked: Inbox, wait_s: float) -> list[Numbered]:
         box = self._box(("datastore", "datastore"))
         if events.events and events.last > self.manager.state.outbox:
             self.handle(events)
@@ -149,7 +141,7 @@ class ManagerService:
         return box.after(acked)
 
     async def driver_poll(
-        self, events: Sequence[DriverEvent], acked: int, wait_s: float
+        self, events: Sequence[DriverEvent], acked: Inbox, wait_s: float
     ) -> tuple[list[Numbered], list[str], list[dict[str, object]]]:
         """Commands for the driver, lines for the user, and the state of every process."""
         box = self._box(("driver", "driver"))
@@ -192,7 +184,7 @@ def sender_of(beat: Beat) -> Sender:
             return "trainer", "trainer"
 
 
-ManagerPoll = Callable[[StoreEvents, int, float], Awaitable[list[Numbered]]]
+ManagerPoll = Callable[[StoreEvents, Inbox, float], Awaitable[list[Numbered]]]
 
 
 class StoreService:
@@ -203,8 +195,6 @@ class StoreService:
         self.pulse = Pulse()
         self.stopping = False
         self._changes = store.changes
-        self._applied = 0
-        """Number of the last command carried out."""
 
     def _changed(self) -> None:
         if self.store.changes != self._changes:
@@ -260,7 +250,7 @@ class StoreService:
 
     async def _listen(self, poll: ManagerPoll) -> None:
         while not self.stopping:
-            self._obey(await poll(StoreEvents(0, ()), self._applied, TICK_S))
+            self._obey(await poll(StoreEvents(0, ()), self.store.acked, TICK_S))
 
     async def _tell(self, poll: ManagerPoll) -> None:
         told = 0
@@ -268,19 +258,14 @@ class StoreService:
             events = self.store.events(told)
             if events.events:
                 told = events.last
-                self._obey(await poll(events, self._applied, 0.0))
+                self._obey(await poll(events, self.store.acked, 0.0))
                 await asyncio.sleep(EVENTS_WITHIN_S)
             else:
                 await self.pulse.wait(TICK_S)
 
     def _obey(self, numbered: Sequence[Numbered]) -> None:
-        new = [n for n in numbered if n.number > self._applied]
-        if not new:
-            return
-        self._applied = new[-1].number
-        if commands := [n.command for n in new if not isinstance(n.command, Stop)]:
-            self.store.apply(commands)
-        self.stopping = self.stopping or any(isinstance(n.command, Stop) for n in new)
+        new = self.store.obey(numbered)
+        self.stopping = self.stopping or any(isinstance(command, Stop) for command in new)
         self._changed()
         if self.stopping:
             self.pulse.beat()

@@ -138,8 +138,6 @@ def faults_of(seed: int, plan: Plan) -> tuple[Fault, ...]:
             staying, role, id_ = staying - 1, "replica", f"replica-{staying - 1}"
         elif kind == "scale":
             staying, role, id_ = min(staying, wanted), "replica", "*"
-        elif role == "scorer":
-            kind = "kill"
         timed = r.random() < 0.5
         faults.append(
             Fault(
@@ -158,7 +156,7 @@ def faults_of(seed: int, plan: Plan) -> tuple[Fault, ...]:
 
 def _target(r: Random, plan: Plan) -> tuple[str, str]:
     machines = sorted({"node-0", *(plan.node(i) for i in range(plan.replicas))})
-    role = r.choice(["replica", "replica", "replica", "relay", "trainer", "scorer"])
+    role = r.choice(["replica", "replica", "replica", "relay", "trainer", "manager", "datastore", "scorer"])
     match role:
         case "replica":
             return role, f"replica-{r.randrange(plan.replicas)}"
@@ -169,22 +167,22 @@ def _target(r: Random, plan: Plan) -> tuple[str, str]:
 
 def strike(world: World, fault: Fault) -> None:
     """Let it happen. Who is not there is not hit."""
-    process = world.process(fault.role, fault.id)
+    life = world.life(fault.role, fault.id)
     match fault.kind:
         case "kill":
-            world.kill(fault.role, fault.id)
+            world.driver.kill(fault.role, fault.id)
         case "drain":
-            world.manager.handle(DrainRequested(fault.id))
+            world.driver.tell(DrainRequested(fault.id))
         case "scale":
-            world.manager.handle(ScaleRequested(fault.replicas))
-        case "stall" if process is not None:
-            process.stall(fault.seconds)
-        case "partition" if process is not None:
-            for link in process.links_with(fault.peer):
+            world.driver.tell(ScaleRequested(fault.replicas))
+        case "stall" if life is not None:
+            life.stall(fault.seconds)
+        case "partition" if life is not None:
+            for link in life.links_with(fault.peer):
                 link.hold(world.kernel.now + fault.seconds)
-        case "slow" if process is not None:
+        case "slow" if life is not None:
             for step in range(int(fault.seconds / SLOW_STEP_S)):
-                process.after(step * SLOW_STEP_S, lambda: process.stall(SLOW_STEP_S * SLOW_SHARE))
+                life.after(step * SLOW_STEP_S, lambda: life.stall(SLOW_STEP_S * SLOW_SHARE))
 
 
 def run_chaos(seed: int) -> ChaosResult:
@@ -202,7 +200,7 @@ def run_faults(plan: Plan, faults: tuple[Fault, ...]) -> ChaosResult:
     outcome = message = "none"
     problems: list[str] = []
     try:
-        while (world.end is None or not world.store.stopped) and world.kernel.now < LONGEST_RUN_S:
+        while not world.over and world.kernel.now < LONGEST_RUN_S:
             for fault in [f for f in left if f.is_due(world.kernel.now, world.kernel.num_events)]:
                 left.remove(fault)
                 if world.end is None:
@@ -243,9 +241,9 @@ class Watch:
 
 def _verdict(world: World, outcome: str, message: str) -> Iterator[str]:
     """What does not hold of a run that is over."""
-    settings, store, state = world.settings, world.store, world.manager.manager.state
+    settings, store = world.settings, world.store
     if outcome == "failed":
-        if max(state.deaths.values(), default=0) <= settings.max_restarts:
+        if max(len(p.deaths) for p in world.driver.seen()) <= settings.max_restarts:
             yield f"failed though nobody was out of restarts: {message}"
         if not message:
             yield "failed without a message"

@@ -2,32 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from laminar.control.commands import Command, EndRun, Remove, Replace, Stop, address
+from laminar.control.commands import Command, EndRun, Numbered, Remove, Replace, Stop, address
 from laminar.control.events import Beat, Event, Recovered, RelayBeat, ReplicaBeat, Tick
+from laminar.control.mailbox import Inbox, Mailbox
 from laminar.control.manager import Manager, Record, is_news
 from laminar.sim.kernel import TICK
+from laminar.sim.links import Link
+from laminar.sim.process import Life
 
 if TYPE_CHECKING:
+    from laminar.sim.process import AnyProcess
+    from laminar.sim.store import Store
     from laminar.sim.world import World
 
 
-class ManagerProcess:
-    """One term. Commands leave when the event that they follow from has been handled."""
+class ManagerProcess(Life):
+    """One term. Commands leave when the event that they follow from has been handled, and again if they get lost."""
 
-    def __init__(self, world: World, recovered: Recovered) -> None:
+    role = "manager"
+
+    def __init__(self, world: World, incarnation: int, recovered: Recovered) -> None:
+        super().__init__(world, "manager", incarnation)
         self.manager = Manager(world.settings)
-        self._world = world
+        self.term = recovered.term
         self._last: dict[tuple[str, str], Beat] = {}
+        self._boxes: dict[tuple[str, str, int], Mailbox] = {}
         self.handle(recovered)
-        world.kernel.after(world.plan.delays.tick_s, self._tick, TICK)
+        self.after(world.plan.delays.tick_s, self._tick, TICK)
+
+    def links_with(self, peer: str) -> Sequence[Link]:
+        """With the data store alone, or with everybody."""
+        store = self.world.store
+        callers = [store] if peer == "datastore" else [*self.world.processes(), store]
+        return [link for caller in callers for link in caller.links_with("manager")]
+
+    def _continue(self) -> None:
+        """Time-outs are judged before what has come meanwhile is read: the harder case."""
+        if self.alive and not self.stopped:
+            self.handle(Tick())
+        super()._continue()
 
     def handle(self, event: Event) -> None:
-        world = self._world
-        commands = tuple(self.manager.handle(world.kernel.now, event))
+        world = self.world
+        commands = tuple(self.manager.handle(self.kernel.now, event))
         if world.records is not None:
-            world.records.append(Record(world.kernel.now, event, commands))
+            world.records.append(Record(self.kernel.now, event, commands))
         for command in commands:
             self._send(command)
 
@@ -40,33 +62,62 @@ class ManagerProcess:
 
     def look(self) -> None:
         """A tick out of turn, so that loads are those of this moment."""
-        beats = tuple(b for p in self._world.processes() if (b := p.quiet_beat()) is not None)
+        if not self.alive or self.stopped:
+            return
+        beats = tuple(b for p in self.world.processes() if (b := p.quiet_beat()) is not None)
         self._last.update((_sender(beat), beat) for beat in beats)
         self.handle(Tick(beats))
 
     def _tick(self) -> None:
         self.look()
-        self._world.kernel.after(self._world.plan.delays.tick_s, self._tick, TICK)
+        self.after(self.world.plan.delays.tick_s, self._tick, TICK)
+
+    # ------------------------------------------------------------ post
 
     def _send(self, command: Command) -> None:
-        world = self._world
-        match command:
-            case EndRun():
-                world.end = command
-            case Replace() | Remove():
-                world.obey(command)
-            case Stop(role="datastore"):
-                world.store.from_manager.send(lambda: world.store.obey(command))
-            case Stop():
-                for process in world.processes():
-                    if process.role == command.role and command.id in ("*", process.id):
-                        process.from_manager.send(lambda p=process: p.obey(command))  # type: ignore[misc]
-            case _:
-                role, id_ = address(command)
-                if role == "datastore":
-                    world.store.from_manager.send(lambda: world.store.obey(command))
-                elif receiver := world.process(role, id_, getattr(command, "incarnation", None)):
-                    receiver.from_manager.send(lambda: receiver.obey(command))
+        world = self.world
+        if isinstance(command, EndRun | Replace | Remove):
+            world.driver.obey(command)
+            return
+        for receiver in self._receivers(command):
+            box = self._box(receiver)
+            box.put(command)
+            self._post(receiver, box)
+
+    def _receivers(self, command: Command) -> Iterator[Store | AnyProcess]:
+        role, id_ = address(command)
+        if role == "datastore":
+            yield self.world.store
+            return
+        incarnation = getattr(command, "incarnation", None)
+        for process in self.world.processes():
+            wanted = process.role == role and (id_ == process.id or (isinstance(command, Stop) and id_ == "*"))
+            if wanted and incarnation in (None, process.incarnation):
+                yield process
+
+    def _box(self, receiver: Store | AnyProcess) -> Mailbox:
+        """The data store keeps what it has taken in over its deaths; another process begins anew."""
+        incarnation = 0 if receiver.role == "datastore" else receiver.incarnation
+        return self._boxes.setdefault((receiver.role, receiver.id, incarnation), Mailbox(self.term))
+
+    def _post(self, receiver: Store | AnyProcess, box: Mailbox) -> None:
+        """Send what has not been acknowledged; again, if the acknowledgement gets lost."""
+        if (sent := box.after(Inbox())) and self.alive:
+            receiver.from_manager.send(lambda: receiver.take(lambda: self._arrived(receiver, box, sent)))
+
+    def _arrived(self, receiver: Store | AnyProcess, box: Mailbox, sent: Sequence[Numbered]) -> None:
+        receiver.hear(sent)
+        if receiver.from_manager.lost():
+            self.after(self.world.plan.delays.retry_s, lambda: self._post(receiver, box))
+        else:
+            box.after(Inbox(self.term, sent[-1].number))
+
+    def polled(self, acked: Inbox) -> None:
+        """The data store is there, perhaps again: it is sent what it has not carried out."""
+        store = self.world.store
+        box = self._box(store)
+        box.after(acked)
+        self._post(store, box)
 
 
 def _sender(beat: Beat) -> tuple[str, str]:

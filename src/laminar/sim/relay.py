@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from laminar.control.chain import accepts
 from laminar.control.commands import Command, Keep, Links, Stop
 from laminar.control.events import RelayBeat
 from laminar.errors import ProtocolError
@@ -30,6 +31,7 @@ class Relay(Process[RelayBeat]):
         """Oldest first"""
         self.from_trainer = world.link(broadcast_s)
         self._keep: tuple[Version, ...] = ()
+        self._epoch = 0
         self.speak()
 
     def receive(self, version: Version) -> None:
@@ -43,7 +45,7 @@ class Relay(Process[RelayBeat]):
         self.speak()
 
     def inboxes(self) -> tuple[Link, ...]:
-        return (self.from_manager, self.from_trainer)
+        return (*super().inboxes(), self.from_trainer)
 
     def beat(self) -> RelayBeat:
         return RelayBeat(self.id, self.incarnation, self.node, self.whole, 1)
@@ -52,8 +54,10 @@ class Relay(Process[RelayBeat]):
         match command:
             case Keep():
                 self._keep = command.versions
-            case Links():
-                pass  # who forwards to whom is in the times, not in what is decided
+            case Links():  # who forwards to whom is in the times, not in what is decided
+                if not accepts(self._epoch, command.epoch):
+                    raise ProtocolError(f"{self.id} has seen epoch {self._epoch} of the chain and is told {command}")
+                self._epoch = command.epoch
             case Stop():
                 self.kill()
             case other:

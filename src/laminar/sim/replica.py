@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from laminar.control.commands import Command, Pull, Stop
@@ -12,7 +12,7 @@ from laminar.decoding import FluidDecoder
 from laminar.errors import ProtocolError
 from laminar.sim.kernel import Kernel, Timer
 from laminar.sim.links import Link
-from laminar.sim.process import Process
+from laminar.sim.process import Client, Process
 from laminar.timing import keyed_uniform
 from laminar.types import Load, SampleId, Version
 
@@ -48,11 +48,13 @@ class Tokens:
 class Report:
     """One exchange with the data store."""
 
-    accepted: list[Owned]
-    tokens: list[Tokens]
-    ended: list[Owned]
-    failed: list[Owned]
-    released: list[Owned]
+    replica: str
+    incarnation: int
+    accepted: list[Owned] = field(default_factory=list)
+    tokens: list[Tokens] = field(default_factory=list)
+    ended: list[Owned] = field(default_factory=list)
+    failed: list[Owned] = field(default_factory=list)
+    released: list[Owned] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -68,7 +70,7 @@ class Held:
     """Nothing more is made of it here; it is held until the data store has been told."""
 
 
-class Replica(Process[ReplicaBeat]):
+class Replica(Process[ReplicaBeat], Client):
     """See the module."""
 
     role = "replica"
@@ -84,10 +86,10 @@ class Replica(Process[ReplicaBeat]):
         delays = world.plan.delays
         self.from_store, self.to_store = world.link(delays.exchange_s), world.link(delays.exchange_s)
         self._pull: Pull | None = None
-        self._loading = False
+        self._loading: Version | None = None
         self._failed_pulls = self._step = 0
         self._timer: Timer | None = None
-        self._next = Report([], [], [], [], [])
+        self._next = Report(id_, incarnation)
         """What the next exchange will say."""
         self._exchanging = False
         self.decoder.advance(self.kernel.now)
@@ -101,9 +103,9 @@ class Replica(Process[ReplicaBeat]):
         Kernel.cancel(self._timer)
 
     def inboxes(self) -> tuple[Link, ...]:
-        return (self.from_manager, self.from_store)
+        return (*super().inboxes(), self.from_store)
 
-    def links_with(self, peer: str) -> tuple[Link, ...]:
+    def links_with(self, peer: str) -> Sequence[Link]:
         return (self.from_store, self.to_store) if peer == "datastore" else super().links_with(peer)
 
     def stall(self, seconds: float) -> None:
@@ -112,11 +114,10 @@ class Replica(Process[ReplicaBeat]):
         for held in self._running():
             self._put_down(held)
         self._set_timer()
-        self.kernel.after(seconds, self._continue)  # before anything that waits for this moment
         super().stall(seconds)
 
     def _continue(self) -> None:
-        if not self.alive or self.stopped or self._loading:
+        if not self.alive or self.stopped or self._loading is not None:
             return
         self._advance()
         for held in self.held.values():
@@ -130,11 +131,17 @@ class Replica(Process[ReplicaBeat]):
         self._look()
         d = self.decoder
         self._step += d.num_running > 0
-        state = "loading" if self._loading else "generating" if self.held else "idle"
+        state = "loading" if self._loading is not None else "generating" if self._generates() else "idle"
+        if state == "idle" and self.held:
+            state = "reporting"
         load = Load(d.kv_used, d.kv_capacity, d.num_running, d.num_waiting)
+        pulling = self._pull.version if self._pull is not None else self._loading
         return ReplicaBeat(
-            self.id, self.incarnation, state, self.version, self._step, load, self.node, self._failed_pulls
+            self.id, self.incarnation, state, self.version, self._step, load, self.node, self._failed_pulls, pulling
         )
+
+    def _generates(self) -> bool:
+        return any(not held.ended for held in self.held.values())
 
     def obey(self, command: Command) -> None:
         match command:
@@ -151,15 +158,15 @@ class Replica(Process[ReplicaBeat]):
     def _load_if_free(self) -> None:
         """Begin to load what was pulled, once nothing is held, or (`interrupt`) at once."""
         pull = self._pull
-        if pull is None or self._loading or (self.held and not pull.interrupt):
+        if pull is None or self._loading is not None or (self.held and not pull.interrupt):
             return
-        self._pull, self._loading = None, True
+        self._pull, self._loading = None, pull.version
         for held in self._running():
             self._put_down(held)
         self.after(self.world.load_s, lambda: self._loaded(pull.version))
 
     def _loaded(self, version: Version) -> None:
-        self._loading = False
+        self._loading = None
         if version in self.world.relay_of(self.node).whole:
             self.version = version
         else:
@@ -182,7 +189,9 @@ class Replica(Process[ReplicaBeat]):
             held = self.held.get(item.sample)
             if held is not None and held.work.epoch >= item.epoch:
                 continue
-            if self.world.settings.schedule != "partial" and (item.version != self.version or self._loading):
+            if self.world.settings.schedule != "partial" and (
+                item.version != self.version or self._loading is not None
+            ):
                 if self.world.store.has_given_up(item):
                     continue  # that is on its way here too
                 raise ProtocolError(f"{self.id} holds {self.version} and was given {item}")
@@ -193,7 +202,7 @@ class Replica(Process[ReplicaBeat]):
             )
             self._next.accepted.append((item.sample, item.epoch))
             self.reprefilled_s += self.world.plan.profile.prefill_s(item.done)
-            if not self._loading:
+            if self._loading is None:
                 self._take_up(held)
         self._set_timer()
         self._exchange_if_due()
@@ -296,14 +305,14 @@ class Replica(Process[ReplicaBeat]):
         """Report what is new unless a report is on its way."""
         new = self._next
         if not self._exchanging and (new.tokens or new.ended or new.failed or new.released or new.accepted):
-            self._next, self._exchanging = Report([], [], [], [], []), True
-            self.to_store.send(lambda: self._exchange(new))
+            self._next, self._exchanging = Report(self.id, self.incarnation), True
+            self.ask(lambda: self._exchange(new))
 
     def _exchange(self, report: Report) -> None:
         """The report reaches the data store; its answer may get lost, and then it is sent again."""
         self.world.store.exchange(report)
         if self.to_store.lost():
-            self.after(self.world.plan.delays.retry_s, lambda: self._exchange(report))
+            self.ask_again(lambda: self._exchange(report))
         else:
             self.when_running(lambda: self._answered(report))
 

@@ -1,6 +1,8 @@
 """The data store: the accounts that the real one keeps in its transactions, without a database.
 
-What is public and not said to be volatile survives every death, as the real store's file does.
+What the real store has in its file survives every death here: the account with the number of the last command, every
+group and cut, what was trained and evaluated, and the outbox. What is on its way, who has been handed what, and who
+waits for a batch is forgotten.
 """
 
 from __future__ import annotations
@@ -20,17 +22,22 @@ from laminar.control.commands import (
     GiveUpEval,
     Issue,
     Move,
+    Numbered,
     Orphan,
     Restart,
     Stop,
 )
 from laminar.control.events import CutTrained, EvalDone, Recovered, StoreEvent, StoreEvents
 from laminar.errors import ProtocolError
+from laminar.sim.kernel import Action
+from laminar.sim.links import Link
+from laminar.sim.process import Client, Life, nothing
 from laminar.sim.replica import Replica, Report, Work
 from laminar.timing import keyed_uniform
 from laminar.types import SampleId, Version
 
 if TYPE_CHECKING:
+    from laminar.sim.manager import ManagerProcess
     from laminar.sim.trainer import Trainer
     from laminar.sim.world import World
 
@@ -48,11 +55,14 @@ class Iteration:
     staleness_use: Counter[int] = field(default_factory=Counter)
 
 
-class Store:
-    """See the module. `begin` is a start of the process."""
+class Store(Life):
+    """See the module. `start` begins a life: `anew` with all other processes, or alone."""
+
+    role = "datastore"
 
     def __init__(self, world: World) -> None:
-        self._world, self._kernel, self.settings = world, world.kernel, world.settings
+        super().__init__(world, "datastore", 0)
+        self.settings = world.settings
         self.accounts = Accounts(world.settings)
         self.groups: dict[int, Group] = {}
         """Every group ever."""
@@ -61,66 +71,78 @@ class Store:
         self.iterations: list[Iteration] = []
         """In the order of training."""
         self.evals_done: list[Version] = []
-        self.stopped = False
+        self.told_to_stop = False
         self._rows: list[StoreEvent] = []
         """Outbox rows that the manager has not acknowledged."""
         self._acknowledged = 0
         """Number of the last outbox row that is gone."""
 
-    def hand_all(self) -> None:
-        """A new scorer: what the last one had is handed out again."""
-        self._handed.clear()
-        for group in self.accounts.unscored():
-            self._hand(group)
-
-    def begin(self) -> None:
-        """Start: nobody owns anything, and nothing is on its way."""
-        accounts = self.accounts
-        for group in list(accounts.groups.values()):
-            if group.kind == "eval":
-                accounts.drop_group(group, "interrupted")
-        for sample in list(accounts.unfinished()):
-            if sample.state != "orphan":
-                accounts.orphan(sample)
-        accounts.eval_rounds.clear()
+    def start(self, incarnation: int, anew: bool) -> None:
+        self.incarnation, self.alive, self._stopped_until, self._calls = incarnation, True, 0.0, []
+        delays = self.world.plan.delays
+        self.from_manager, self.to_manager = self.world.link(delays.beat_s), self.world.link(delays.poll_s)
         self._handed: set[int] = set()
         """Groups that the scorer has."""
         self._wanted: tuple[int, int, Trainer] | None = None
         """The part of a batch that is waited for, and by whom."""
         self._telling = False
-        self.from_manager = self._world.link(self._world.plan.delays.beat_s)
-        self._to_manager = self._world.link(self._world.plan.delays.poll_s)
-        self._write()
-        self._acknowledged += len(self._rows)
-        self._rows = []
+        if anew:
+            self.accounts.abandon()
+        else:
+            self._post_all()
+            self._poll()
         self.hand_all()
 
-    def recovered(self, term: int) -> Recovered:
-        """The counts with which a manager begins its term."""
-        accounts = self.accounts
-        orphans = [s for s in accounts.unfinished() if s.state == "orphan"]
-        return Recovered(
-            term,
-            tuple((g.id, g.state) for g in accounts.live()),
-            accounts.cut_groups,
-            accounts.update,
-            accounts.trained_version,
-            tuple((s.id, s.version, accounts.groups[s.id.group].deadline) for s in orphans),
-            accounts.exhausted,
-            tuple(self.evals_done),
-            self._acknowledged,
-        )
+    def kill(self) -> None:
+        super().kill()
+        if self._wanted is not None:
+            update, part, trainer = self._wanted
+            trainer.request_again(update, part)
+
+    def links_with(self, peer: str) -> Sequence[Link]:
+        """With the manager, or with all who call it."""
+        if peer == "manager":
+            return (self.from_manager, self.to_manager)
+        clients = [life for life in self.world.lives() if isinstance(life, Client)]
+        return [link for client in clients for link in client.links_with("datastore")]
+
+    def begin_term(self) -> Recovered:
+        """Another manager: from here on it alone is obeyed, and this is what it begins with."""
+        self.accounts.begin_term(self.accounts.inbox.term + 1)
+        self._write()
+        return self.accounts.recovered(tuple(self.evals_done), self._acknowledged + len(self._rows))
+
+    def hand_all(self) -> None:
+        """A new scorer, or a new store that does not know what the scorer has: everything is handed out again."""
+        self._handed.clear()
+        for group in self.accounts.unscored():
+            self._hand(group)
+
+    def _post_all(self) -> None:
+        """Work that nobody has accepted, and orders to let go, are sent again by a store that has died."""
+        owners: dict[tuple[str, int], list[Sample]] = {}
+        for s in self.accounts.unfinished():
+            if s.owner is not None and s.state == "issued":
+                owners.setdefault((s.owner, s.incarnation), []).append(s)
+        for owner, samples in owners.items():
+            self._post(*owner, samples)
+        for source in self.accounts.moves:
+            for replica in [r for r in self.world.replicas.values() if r.id == source]:
+                self._release(replica)
+
+    def _to(self, receiver: Client, message: Action, failed: Action = nothing) -> None:
+        """Send an answer; one that has not arrived when the store dies never does."""
+        incarnation = self.incarnation
+        receiver.from_store.send(lambda: message() if self.alive and self.incarnation == incarnation else failed())
 
     # ------------------------------------------------------------ transactions
 
     def _commit(self) -> None:
         """End of a transaction: what follows from it is sent."""
         if self._write():
-            if not self._telling:
-                self._telling = True
-                self._to_manager.send(self._tell)
+            self._poll()
             self._cut()
-        for look in self._world.after_commit:
+        for look in self.world.after_commit:
             look()
 
     def _write(self) -> bool:
@@ -138,24 +160,45 @@ class Store:
                 self.evals_done.append(event.version)
         self._rows += events
         for replica_id, incarnation, sample, epoch in accounts.cancelled:
-            if replica := self._world.replica(replica_id, incarnation):
-                replica.from_store.send(lambda r=replica, s=sample, e=epoch: r.forget(s, e))  # type: ignore[misc]
+            if replica := self.world.replica(replica_id, incarnation):
+                self._to(replica, lambda r=replica, s=sample, e=epoch: r.forget(s, e))  # type: ignore[misc]
         accounts.cancelled.clear()
         accounts.forget_terminal()
         return bool(events)
 
-    def _tell(self) -> None:
-        """Rows reach the manager; those whose answer gets lost are sent again."""
-        last = self._acknowledged + len(self._rows)
-        if self._rows:
-            self._world.manager.handle(StoreEvents(last, tuple(self._rows)))
-        if self._to_manager.lost():
-            self._kernel.after(self._world.plan.delays.retry_s, self._tell)
-            return
-        self._telling = False
-        self._acknowledged, self._rows = last, []
-
     # ------------------------------------------------------------ manager
+
+    def _poll(self) -> None:
+        """Say what is new, unless that is on its way already."""
+        if not self._telling:
+            self._telling, manager, incarnation = True, self.world.manager, self.incarnation
+            self.to_manager.send(lambda: manager.take(lambda: self._tell(manager, incarnation), self._tell_later))
+
+    def _tell_later(self) -> None:
+        self.after(self.world.plan.delays.retry_s, self._poll_again)
+
+    def _poll_again(self) -> None:
+        self._telling = False
+        self._poll()
+
+    def _tell(self, manager: ManagerProcess, incarnation: int) -> None:
+        """Rows reach the manager; those whose answer gets lost are sent again."""
+        if not self.alive or self.incarnation != incarnation:
+            return
+        last, rows = self._acknowledged + len(self._rows), tuple(self._rows)
+        if rows:
+            manager.handle(StoreEvents(last, rows))
+        manager.polled(self.accounts.inbox)
+        if self.to_manager.lost():
+            self._tell_later()
+        else:
+            self._telling = False
+            self._acknowledged, self._rows = last, []
+
+    def hear(self, sent: Sequence[Numbered]) -> None:
+        """Commands, some of which may have come before, or be of a manager that is no more."""
+        for command in self.accounts.inbox.take(sent):
+            self.obey(command)
 
     def obey(self, command: Command) -> None:
         """Carry out a command, asking the rules again, here where the truth is."""
@@ -173,9 +216,8 @@ class Store:
                 self._post(r, i, accounts.adopt(r, i, v, ids))
             case Move(source=s, source_incarnation=i):
                 accounts.move(s, i, command.destination, command.destination_incarnation, command.version)
-                released = accounts.to_release(s, i)
-                if released and (replica := self._world.replica(s, i)):
-                    replica.from_store.send(lambda: replica.release(released))
+                if replica := self.world.replica(s, i):
+                    self._release(replica)
             case CancelMove(source=s):
                 accounts.cancel_move(s)
             case Orphan(replica=r, incarnation=i):
@@ -189,13 +231,13 @@ class Store:
             case Complete():
                 accounts.complete()
             case Stop():
-                self.stopped = True
+                self.told_to_stop = True
             case other:
                 raise ProtocolError(f"the data store can't do {other}")
         self._commit()
 
     def _issue(self, command: Issue) -> None:
-        accounts, plan = self.accounts, self._world.plan
+        accounts, plan = self.accounts, self.world.plan
         groups: list[Group] = []
         while len(groups) < command.num_groups and accounts.room(command.version):
             if plan.prompts is not None and accounts.cursor >= plan.prompts:
@@ -211,19 +253,23 @@ class Store:
 
     def _post(self, replica_id: str, incarnation: int, samples: Sequence[Sample]) -> None:
         """Work for a replica; sent again until it is accepted, if answers can get lost."""
-        replica = self._world.replica(replica_id, incarnation)
+        replica = self.world.replica(replica_id, incarnation)
         if not samples or replica is None:
             return
         work = [Work(s.id, s.owner_epoch, s.version, s.length) for s in samples]
-        replica.from_store.send(lambda: replica.receive(work))
-        if self._world.plan.delays.loss:
-            self._kernel.after(2 * self._world.plan.delays.retry_s, lambda: self._post_again(replica, work))
+        self._to(replica, lambda: replica.receive(work))
+        if self.world.plan.delays.loss:
+            self.after(2 * self.world.plan.delays.retry_s, lambda: self._post_again(replica, work))
 
     def _post_again(self, replica: Replica, work: Sequence[Work]) -> None:
         """Repeats travel in answers, and a replica asks once at a time: none is older than what it said last."""
         if replica.alive and self._waiting(work):
-            replica.from_store.send(lambda: replica.receive(self._waiting(work)))
-            self._kernel.after(2 * self._world.plan.delays.retry_s, lambda: self._post_again(replica, work))
+            self._to(replica, lambda: replica.receive(self._waiting(work)))
+            self.after(2 * self.world.plan.delays.retry_s, lambda: self._post_again(replica, work))
+
+    def _release(self, replica: Replica) -> None:
+        if released := self.accounts.to_release(replica.id, replica.incarnation):
+            self._to(replica, lambda: replica.release(released))
 
     def _waiting(self, work: Sequence[Work]) -> list[Work]:
         """What has not been accepted, of work that its owner still has."""
@@ -236,7 +282,7 @@ class Store:
         return sample is None or sample.owner_epoch != work.epoch or sample.state == "dropped"
 
     def _happens(self, what: str, rate: float, *key: int) -> bool:
-        return rate > 0 and keyed_uniform(what, self._world.plan.seed, *key) < rate
+        return rate > 0 and keyed_uniform(what, self.world.plan.seed, *key) < rate
 
     # ------------------------------------------------------------ replicas
 
@@ -245,7 +291,8 @@ class Store:
         for sample, epoch in report.accepted:
             accounts.accept(sample, epoch)
         for t in report.tokens:
-            accounts.append(t.sample, t.epoch, t.start, t.length, t.version)
+            if accounts.append(t.sample, t.epoch, t.start, t.length, t.version) is None:
+                accounts.cancelled.append((report.replica, report.incarnation, t.sample, t.epoch))
         for sample, epoch in report.ended:
             if (s := accounts.sample(sample)) is not None:
                 accounts.finish(sample, epoch, s.length, "stop")
@@ -262,7 +309,8 @@ class Store:
     def _hand(self, group: Group) -> None:
         if group.id not in self._handed:
             self._handed.add(group.id)
-            self._world.scorer.take(group)
+            scorer = self.world.scorer
+            self._to(scorer, lambda: scorer.receive(group))
 
     def scored(self, group: Group, rewards: Sequence[tuple[SampleId, int, float | None]]) -> None:
         """(sample, attempt, reward), None for a reward that failed."""
@@ -293,16 +341,16 @@ class Store:
                 self.cuts[key] = cut
         if cut is not None or (update >= accounts.update and accounts.over):
             self._wanted = None
-            trainer.from_store.send(lambda: trainer.receive(cut))
+            self._to(trainer, lambda: trainer.receive(cut), lambda: trainer.request_again(update, part))
         if accounts.events:
             self._commit()
 
     def _order(self, groups: Sequence[Group]) -> list[Group]:
-        return sorted(groups, key=lambda g: g.buffered_order or 0, reverse=self._world.plan.newest_first)
+        return sorted(groups, key=lambda g: g.buffered_order or 0, reverse=self.world.plan.newest_first)
 
     def num_tokens(self, cut: Cut) -> int:
         """Prompts and responses of a part of a batch."""
-        prompt = self._world.plan.profile.prompt_tokens
+        prompt = self.world.plan.profile.prompt_tokens
         return sum(prompt + s.length for g in cut.groups for s in self.groups[g].members("scored", "trained"))
 
     def trained(self, update: int) -> None:
@@ -314,7 +362,7 @@ class Store:
         self._commit()
 
     def _iteration(self, update: int, groups: Iterable[Group]) -> Iteration:
-        row, prompt = Iteration(update), self._world.plan.profile.prompt_tokens
+        row, prompt = Iteration(update), self.world.plan.profile.prompt_tokens
         for s in (s for g in groups for s in g.members("trained")):
             row.num_samples += 1
             row.tokens += prompt + s.length

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from laminar.control.accounts import Cut
@@ -9,14 +10,14 @@ from laminar.control.commands import Command, Stop
 from laminar.control.events import TrainerBeat
 from laminar.errors import ProtocolError
 from laminar.sim.links import Link
-from laminar.sim.process import Process
+from laminar.sim.process import Client, Process
 from laminar.types import Version
 
 if TYPE_CHECKING:
     from laminar.sim.world import World
 
 
-class Trainer(Process[TrainerBeat]):
+class Trainer(Process[TrainerBeat], Client):
     """One incarnation, from a checkpoint on: it takes a batch, trains it, publishes, and takes the next."""
 
     role = "trainer"
@@ -33,9 +34,9 @@ class Trainer(Process[TrainerBeat]):
         self.after(world.publish_s, self._begin)
 
     def inboxes(self) -> tuple[Link, ...]:
-        return (self.from_manager, self.from_store)
+        return (*super().inboxes(), self.from_store)
 
-    def links_with(self, peer: str) -> tuple[Link, ...]:
+    def links_with(self, peer: str) -> Sequence[Link]:
         return (self.from_store, self.to_store) if peer == "datastore" else super().links_with(peer)
 
     # ------------------------------------------------------------ manager
@@ -59,9 +60,13 @@ class Trainer(Process[TrainerBeat]):
 
     def _request(self, update: int, part: int) -> None:
         if update != self.world.settings.iterations:
-            self.to_store.send(lambda: self.world.store.want(update, part, self))
+            self.ask(lambda: self.world.store.want(update, part, self))
         else:
             self._waiting.append(None)
+
+    def request_again(self, update: int, part: int) -> None:
+        """The data store died before the answer came."""
+        self.ask_again(lambda: self.world.store.want(update, part, self))
 
     def _request_after(self, cut: Cut) -> None:
         last = cut.part + 1 == cut.num_parts
@@ -74,7 +79,7 @@ class Trainer(Process[TrainerBeat]):
         if cut is None:
             self.state = "done"
             self.speak()
-            self.to_manager.send(lambda: self.world.ended("trainer", "trainer", self.incarnation, None))
+            self.to_manager.send(lambda: self.world.driver.returned(self))
             return
         if cut.update != self.version:
             raise ProtocolError(f"batch {cut.update} came while the weights are version {self.version}")
@@ -124,12 +129,12 @@ class Trainer(Process[TrainerBeat]):
 
     def _report(self, cut: Cut) -> None:
         """Tell the data store; again, if its answer gets lost."""
-        self.to_store.send(lambda: self._reported(cut))
+        self.ask(lambda: self._reported(cut))
 
     def _reported(self, cut: Cut) -> None:
         self.world.store.trained(cut.update)
         if self.to_store.lost():
-            self.after(self.world.plan.delays.retry_s, lambda: self._reported(cut))
+            self.ask_again(lambda: self._reported(cut))
         else:
             self.when_running(lambda: self._answered(cut))
 

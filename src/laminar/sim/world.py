@@ -1,6 +1,7 @@
 """A run in simulated time: the real manager and the real accounts, and a model of everything around them.
 
-Owns: all processes of the run, what survives their deaths, and the marks that a report is made of.
+Owns: all processes of the run, what survives their deaths, and the marks that a report is made of. The driver starts
+and ends them.
 Consumes: a plan. One random source, seeded by it, is for what has no key of its own (times of messages, lost answers);
 what a sample turns into is drawn by its key, so two schedules can be compared.
 Invariants: nothing here decides; messages of one sender to one receiver keep their order; one plan gives one run,
@@ -12,25 +13,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
-from typing import Any
 
-from laminar.control.commands import EndRun, Remove, Replace
-from laminar.control.events import ProcessEnded, ProcessStarted
+from laminar.control.commands import EndRun
 from laminar.control.manager import Record, waiting_for
-from laminar.errors import ProtocolError, RunFailed
+from laminar.errors import RunFailed
+from laminar.sim.driver import Driver
 from laminar.sim.kernel import Kernel
 from laminar.sim.links import Link
 from laminar.sim.manager import ManagerProcess
 from laminar.sim.plan import Plan
-from laminar.sim.process import Process
+from laminar.sim.process import AnyProcess, Life
 from laminar.sim.relay import Relay
 from laminar.sim.replica import Replica
 from laminar.sim.scorer import Scorer
 from laminar.sim.store import Store
 from laminar.sim.trainer import Trainer
 from laminar.types import Version
-
-AnyProcess = Process[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +57,6 @@ class World:
         self.marks: list[Mark] = []
         """A publish each, in order; a replay publishes nothing."""
         self.end: EndRun | None = None
-        self.term = 0
         self.checkpoint = self.highest = 0
         """Newest durable checkpoint, and the highest number that was published."""
         self.published: Version | None = None
@@ -69,7 +66,11 @@ class World:
         self.replicas: dict[str, Replica] = {}
         self.relays: dict[str, Relay] = {}
         """By machine"""
-        self._retired: list[Replica] = []
+        self.manager: ManagerProcess
+        self.trainer: Trainer
+        self.scorer: Scorer
+        self.retired: list[Replica] = []
+        """Former incarnations."""
         self.store = Store(self)
         self._begin(plan.restarts)
 
@@ -80,11 +81,17 @@ class World:
 
         Raises RunFailed, with what the run waits for, if it has no end before second `until`.
         """
-        while self.end is None or not self.store.stopped:
+        while not self.over:
             self.kernel.step()
             if self.kernel.now > until:
                 raise RunFailed("\n".join([f"not over after {until:g} s", *waiting_for(self.manager.manager.state)]))
+        assert self.end is not None
         return self.end
+
+    @property
+    def over(self) -> bool:
+        """The run has ended, and the data store has heard of it, if it is there."""
+        return self.end is not None and (self.store.told_to_stop or not self.store.alive)
 
     def _begin(self, restarts: tuple[float, ...]) -> None:
         """Start everything, or start it again: of what was there before, only what is durable is left.
@@ -92,34 +99,31 @@ class World:
         `restarts`: when it is going to happen again.
         """
         self.kernel.clear()
-        self.term += 1
         for number, at in enumerate(restarts):
             self.kernel.at(at, lambda later=restarts[number + 1 :]: self._begin(later))  # type: ignore[misc]
-        plan, term = self.plan, self.term
-        self._retired += self.replicas.values()
+        self.retired += self.replicas.values()
         self.replicas, self.relays, self.published = {}, {}, None
-        self.scorer = Scorer(self, term)
-        self.store.begin()
-        self.manager = ManagerProcess(self, self.store.recovered(term))
-        self.manager.handle(ProcessStarted("scorer", "scorer", term))
-        self._start("trainer", "trainer", term)
-        self._start("relay", "relay-0", term)
-        for i in range(plan.replicas):
-            self._start("replica", f"replica-{i}", term)
+        self.driver = Driver(self)
+        self.driver.start_all()
 
     # ------------------------------------------------------------ who is there
+
+    @property
+    def term(self) -> int:
+        return self.store.accounts.inbox.term
 
     def processes(self) -> list[AnyProcess]:
         """Everybody who reports to the manager and is alive."""
         everybody: list[AnyProcess] = [self.trainer, *self.relays.values(), *self.replicas.values()]
         return [process for process in everybody if process.alive]
 
-    def process(self, role: str, id_: str, incarnation: int | None = None) -> AnyProcess | None:
-        """A living process; with `incarnation`, only that one."""
-        for process in self.processes():
-            if (process.role, process.id) == (role, id_) and incarnation in (None, process.incarnation):
-                return process
-        return None
+    def lives(self) -> list[Life]:
+        """Everybody who is alive, the driver apart."""
+        others: list[Life] = [self.manager, self.store, self.scorer]
+        return [*self.processes(), *(life for life in others if life.alive)]
+
+    def life(self, role: str, id_: str) -> Life | None:
+        return next((life for life in self.lives() if (life.role, life.id) == (role, id_)), None)
 
     def replica(self, id_: str, incarnation: int) -> Replica | None:
         """A living replica of this incarnation."""
@@ -156,7 +160,7 @@ class World:
             relay.from_trainer.send(lambda r=relay: r.receive(version))  # type: ignore[misc]
 
     def _mark(self, version: int) -> Mark:
-        replicas = [*self._retired, *self.replicas.values()]
+        replicas = [*self.retired, *self.replicas.values()]
         return Mark(
             version,
             self.kernel.now,
@@ -167,59 +171,3 @@ class World:
             sum(r.reprefilled_s for r in replicas),
             self.manager.manager.state.num_moves,
         )
-
-    # ------------------------------------------------------------ the driver
-
-    def kill(self, role: str, id_: str, cause: str = "killed") -> None:
-        """A process dies; the driver sees it and tells the manager."""
-        if role == "scorer":
-            if not self.scorer.alive:
-                return
-            self.scorer.alive, incarnation = False, self.scorer.incarnation
-        elif process := self.process(role, id_):
-            process.kill()
-            incarnation = process.incarnation
-        else:
-            return
-        self.kernel.after(self.plan.notice_s, lambda: self.ended(role, id_, incarnation, cause))
-
-    def ended(self, role: str, id_: str, incarnation: int, cause: str | None) -> None:
-        """The driver tells the manager that a process has ended; without a cause, in order."""
-        self.manager.handle(ProcessEnded(role, id_, incarnation, cause))
-
-    def obey(self, command: Replace | Remove) -> None:
-        """Start a process, once its last incarnation is gone for certain; or let one go."""
-        process = self.process(command.role, command.id)
-        if process is not None:
-            process.kill()
-        match command:
-            case Replace(role=role, id=id_, incarnation=incarnation):
-                self.kernel.after(self.plan.start_s, lambda: self._start(role, id_, incarnation))
-            case Remove():
-                self.ended(command.role, command.id, process.incarnation if process else 0, None)
-
-    def _start(self, role: str, id_: str, incarnation: int) -> None:
-        self.manager.handle(ProcessStarted(role, id_, incarnation))
-        number = int(id_.rpartition("-")[2]) if role in ("replica", "relay") else 0
-        match role:
-            case "replica":
-                node = self.plan.node(number)
-                if node not in self.relays:
-                    self._start("relay", node.replace("node", "relay"), self.term)
-                if id_ in self.replicas:
-                    self._retired.append(self.replicas[id_])
-                self.replicas[id_] = Replica(self, id_, incarnation, node)
-            case "relay":
-                broadcast_s = 0.0 if self.plan.colocated else self.plan.profile.broadcast_s(number + 1)
-                node = f"node-{number}"
-                slots = self.relays[node].whole if node in self.relays else ()
-                relay = self.relays[node] = Relay(self, id_, incarnation, node, broadcast_s, slots)
-                if newest := self.published:  # it may have missed what the chain has had, or the trainer has written
-                    relay.from_trainer.send(lambda: relay.receive(newest))
-            case "trainer":
-                self.trainer = Trainer(self, incarnation, self.checkpoint)
-            case "scorer":
-                self.scorer = Scorer(self, incarnation)
-                self.store.hand_all()
-            case other:
-                raise ProtocolError(f"{other} can't be replaced")

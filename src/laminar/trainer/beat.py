@@ -12,11 +12,12 @@ from typing import Protocol
 
 from laminar.control.commands import Numbered, Stop
 from laminar.control.events import TrainerBeat
+from laminar.control.mailbox import Inbox
 from laminar.types import Version
 
 
 class Manager(Protocol):
-    def beat(self, beat: TrainerBeat, acked: int, wait_s: float) -> Sequence[Numbered]: ...
+    def beat(self, beat: TrainerBeat, acked: Inbox, wait_s: float) -> Sequence[Numbered]: ...
 
 
 class TrainerVoice:
@@ -29,7 +30,7 @@ class TrainerVoice:
         self._version: Version | None = None
         self._checkpoint = 0
         self._state = "starting"
-        self._acked = 0
+        self._inbox = Inbox()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="beat", daemon=True)
         self._thread.start()
@@ -67,7 +68,6 @@ class TrainerVoice:
 
     def _beat(self) -> None:
         beat = TrainerBeat(self._incarnation, self._version, self._checkpoint, self._state)
-        for numbered in self._manager.beat(beat, self._acked, 0.0):
-            self._acked = numbered.number
-            if isinstance(numbered.command, Stop):
+        for command in self._inbox.take(self._manager.beat(beat, self._inbox, 0.0)):
+            if isinstance(command, Stop):
                 self._stop.set()
