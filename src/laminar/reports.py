@@ -58,7 +58,7 @@ def _ledger(db: sqlite3.Connection, folder: RunFolder) -> Json:
         c["dispatched"] == c["trained"] + sum(c["dropped"].values()) + c["in_flight"]
         for c in (samples, groups, *evaluation.values())
     )
-    starts = int(schema.get_meta(db, "term", "1"))
+    starts = int(schema.get_meta(db, "starts", "1"))
     return {
         "samples": samples,
         "groups": groups,

@@ -66,9 +66,13 @@ class Clock:
 
 
 def open_store(
-    folder: Path, settings: Settings, prompts: Prompts | None = None, evaluation: Prompts | None = None
+    folder: Path,
+    settings: Settings,
+    prompts: Prompts | None = None,
+    evaluation: Prompts | None = None,
+    anew: bool = True,
 ) -> DataStore:
-    return DataStore(folder, settings, prompts or Prompts(), evaluation, fifo, Clock())  # type: ignore[arg-type]
+    return DataStore(folder, settings, prompts or Prompts(), evaluation, fifo, Clock(), anew)  # type: ignore[arg-type]
 
 
 def tokens_of(work: Work, length: int, start: int = 0) -> np.ndarray:

@@ -129,7 +129,7 @@ def test_stop_reaches_those_who_have_spoken_and_those_who_speak_later(manager: M
 
     async def body() -> None:
         await manager.beat(replica(None), NOTHING, 0.0)
-        commands, _, _ = await manager.driver_poll([StopRequested("enough")], NOTHING, 0.0)
+        commands, *_ = await manager.driver_poll([StopRequested("enough")], NOTHING, 0.0)
         assert [n.command for n in commands] == [EndRun("interrupted", "enough")]
         for beat in (replica(None), replica(None, "r1"), relay(), TrainerBeat(1, None, 0, "starting")):
             (numbered,) = await manager.beat(beat, NOTHING, 0.0)
@@ -147,7 +147,7 @@ def test_the_driver_hears_of_the_end_while_it_waits(manager: ManagerService) -> 
         waiting = asyncio.create_task(manager.driver_poll([], NOTHING, WITHIN_S))
         await asyncio.sleep(0)
         await manager.driver_poll([ProcessEnded("replica", "r0", 1, "boom")], NOTHING, 0.0)
-        commands, _, processes = await waiting
+        commands, _, processes, _ = await waiting
         assert [n.command for n in commands] == [EndRun("failed", "replica r0 died: boom")]
         assert {(p["id"], p["state"]) for p in processes} >= {("r0", "dead"), ("trainer", "starting")}
 

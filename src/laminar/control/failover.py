@@ -62,11 +62,11 @@ def orphan_unknown(state: State, event: Recovered) -> Iterator[Command]:
 
 def without_manager(
     settings: Settings, seen: Iterable[ProcessSeen], ended: Sequence[ProcessEnded]
-) -> tuple[list[Command], tuple[ProcessSeen, ...]]:
+) -> tuple[list[Command], tuple[ProcessSeen, ...], list[str]]:
     """What the driver does when there is nobody to ask: who of the manager and the data store is started anew.
 
     `seen` is what the last manager told of the processes, `ended` who of the two has ended since. The rule is the same
-    as for everybody else. Returns the commands and what there is to tell the next manager.
+    as for everybody else. Returns the commands, what there is to tell the next manager, and lines for the user.
     """
     state = State(settings)
     state.take_over(0.0, seen)
@@ -74,10 +74,10 @@ def without_manager(
     for event in ended:
         process = state.processes[event.role, event.id]
         if process.incarnation == event.incarnation:
-            commands += died(state, process, event.cause or "ended before the run did")
+            commands += died(state, process, event.cause or "ended before the run did", event.is_final)
     if state.fatal is not None:
         commands = [EndRun("failed", state.fatal)]
-    return commands, state.seen()
+    return commands, state.seen(), state.notes
 
 
 def _give_up_cut(state: State) -> Command | None:

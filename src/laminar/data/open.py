@@ -18,7 +18,9 @@ from laminar.timing import load_profile
 from laminar.types import Settings
 
 
-def open_store(folder: RunFolder, config: Config, settings: Settings, clock: Callable[[], float]) -> DataStore:
+def open_store(
+    folder: RunFolder, config: Config, settings: Settings, clock: Callable[[], float], anew: bool = True
+) -> DataStore:
     """Open the run's store for writing and hold the run's lock for the life of this process.
 
     Raises StorageError if another process has it, DataError or ModelError for what the config names.
@@ -27,7 +29,7 @@ def open_store(folder: RunFolder, config: Config, settings: Settings, clock: Cal
     order = SAMPLERS[config.data.sampler]
     if config.emulated:
         prompts = EmulatedPrompts(load_profile(config.simulation.profile).prompt_tokens)
-        return DataStore(folder.path, settings, prompts, None, order, clock)
+        return DataStore(folder.path, settings, prompts, None, order, clock, anew)
     tokenizer = load_tokenizer(config.model_path)
     model_config = json.loads((config.model_path / "config.json").read_text(encoding="utf-8"))
     limit = prompt_limit(config.data, context_tokens(model_config), config.rollout.max_new_tokens)
@@ -36,7 +38,7 @@ def open_store(folder: RunFolder, config: Config, settings: Settings, clock: Cal
         return PromptSource(load_rows(spec, folder.path), tokenizer, config.data, limit, config.seed)
 
     evaluation = source(config.data.eval) if config.data.eval is not None else None
-    return DataStore(folder.path, settings, source(config.train_data), evaluation, order, clock)
+    return DataStore(folder.path, settings, source(config.train_data), evaluation, order, clock, anew)
 
 
 def _lock(path: Path) -> None:

@@ -11,7 +11,7 @@ import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
 
-from laminar.control.accounts import Accounts, Cut, Group, Sample
+from laminar.control.accounts import Accounts, Cut, EvalRound, Group, MoveOrder, Sample
 from laminar.control.ledger import TERMINAL
 from laminar.control.mailbox import Inbox
 from laminar.errors import StorageError
@@ -124,6 +124,10 @@ def save_counters(db: sqlite3.Connection, accounts: Accounts) -> None:
     counters["exhausted"] = int(accounts.exhausted)
     counters["inbox"] = accounts.inbox.term, accounts.inbox.number
     counters["ahead"], counters["given_up"] = sorted(accounts.ahead), sorted(accounts.given_up)
+    counters["evals"] = [[r.version, r.issued, r.open_groups, r.rewards] for r in accounts.eval_rounds.values()]
+    counters["moves"] = [
+        [m.source, m.destination, m.incarnation, m.version, list(m.pending)] for m in accounts.moves.values()
+    ]
     set_meta(db, "counters", json.dumps(counters))
 
 
@@ -131,7 +135,7 @@ COUNTERS = ("next_group", "next_eval", "cursor", "buffered_count", "update", "pa
 
 
 def load_accounts(db: sqlite3.Connection, settings: Settings) -> Accounts:
-    """The account as the last committed transaction left it, evaluations in progress apart: those begin anew."""
+    """The account as the last committed transaction left it."""
     accounts = Accounts(settings)
     counters = json.loads(get_meta(db, "counters", "{}"))
     for name in COUNTERS:
@@ -139,6 +143,11 @@ def load_accounts(db: sqlite3.Connection, settings: Settings) -> Accounts:
     accounts.inbox = Inbox(*counters.get("inbox", ()))
     accounts.exhausted = bool(counters.get("exhausted", 0))
     accounts.ahead, accounts.given_up = set(counters.get("ahead", ())), set(counters.get("given_up", ()))
+    for version, issued, open_groups, rewards in counters.get("evals", ()):
+        accounts.eval_rounds[Version(*version)] = EvalRound(Version(*version), issued, open_groups, rewards)
+    for source, destination, incarnation, version, pending in counters.get("moves", ()):
+        samples = dict.fromkeys(SampleId(*sample) for sample in pending)
+        accounts.moves[source] = MoveOrder(source, destination, incarnation, Version(*version), samples)
     marks = ", ".join("?" * len(TERMINAL))
     terminal = sorted(TERMINAL)
     for row in db.execute(
@@ -150,6 +159,12 @@ def load_accounts(db: sqlite3.Connection, settings: Settings) -> Accounts:
         accounts.groups[id_] = Group(
             id_, kind, cursor, Version(lineage, number), deadline, [], state, batch, part, reason, order
         )
+    newest = {
+        SampleId(group_id, idx): Version(lineage, number)
+        for group_id, idx, lineage, number, _ in db.execute(
+            "SELECT group_id, idx, lineage, version, MAX(start) FROM chunks GROUP BY group_id, idx"
+        )
+    }
     for row in db.execute(
         "SELECT group_id, idx, s.state, attempt, owner, incarnation, owner_epoch, s.lineage, s.version, length, "
         "finish_reason, reward, s.reason, staleness_generation FROM samples s JOIN groups g ON g.id = s.group_id "
@@ -159,6 +174,7 @@ def load_accounts(db: sqlite3.Connection, settings: Settings) -> Accounts:
         group_id, idx, state, attempt, owner, incarnation, epoch, lineage, number, length, *outcome = row
         version = Version(lineage, number)
         sample = Sample(SampleId(group_id, idx), state, attempt, owner, incarnation, epoch, version, version, length)
+        sample.last_version = newest.get(sample.id, version)
         sample.finish_reason, sample.reward, sample.reason, sample.staleness_generation = outcome
         accounts.groups[group_id].samples.append(sample)
     accounts.recount()

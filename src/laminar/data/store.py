@@ -80,13 +80,14 @@ class DataStore:
         eval_prompts: Prompts | None,
         order: Order,
         clock: Callable[[], float],
+        anew: bool = True,
     ) -> None:
+        """`anew`: everybody else starts too, so nobody owns anything; else only this process has been replaced."""
         self.settings, self.prompts, self.eval_prompts = settings, prompts, eval_prompts
         self.order, self.clock = order, clock
         self.changes = 0
         """Transactions so far: who waits for something looks again when this has moved."""
         self.db = schema.connect(folder / "data.sqlite")
-        self.term = int(schema.get_meta(self.db, "term", "0")) + 1
         self.accounts: Accounts = schema.load_accounts(self.db, settings)
         self.metrics = RowFile(folder / "metrics.jsonl", stored_rows(self.db, "metrics"))
         self.evals = RowFile(folder / "eval.jsonl", stored_rows(self.db, "evals"))
@@ -102,20 +103,33 @@ class DataStore:
         self._busy_s: dict[tuple[str, int], float] = {}
         self._last_row = (clock(), 0.0, sum(row["num_dropped"] for row in stored_rows(self.db, "metrics")))
         """Time, busy seconds of all replicas, and dropped samples at the last metrics row."""
-        with self._transaction():
-            schema.set_meta(self.db, "term", self.term)
-            self._recover()
+        for sample in self.accounts.unfinished():
+            if sample.state == "issued" and sample.owner is not None:
+                self._post(sample.owner, [sample])
+        if anew:
+            with self._transaction():
+                schema.set_meta(self.db, "starts", int(schema.get_meta(self.db, "starts", "0")) + 1)
+                self.accounts.abandon()
+                self.accounts.begin_term(self.term + 1)
+                # a manager begins with `recovered`; what was said before it is part of that
+                self.accounts.events.clear()
+                self.db.execute("DELETE FROM outbox")
+                schema.save_counters(self.db, self.accounts)
 
-    def _recover(self) -> None:
-        """Nobody owns anything after a start: unfinished samples wait to begin anew, unfinished evaluations end."""
-        self.accounts.abandon()
-        self.accounts.begin_term(self.term)
-        # a manager begins with `recovered`; what was said before it is part of that
-        self.accounts.events.clear()
-        self.db.execute("DELETE FROM outbox")
+    @property
+    def term(self) -> int:
+        """Of the manager that is obeyed."""
+        return self.accounts.inbox.term
+
+    def begin_term(self) -> Recovered:
+        """From here on another manager is obeyed. Returns what it begins with: all events so far are part of that."""
+        with self._transaction():
+            self.accounts.begin_term(self.term + 1)
+            schema.save_counters(self.db, self.accounts)
+        return self.recovered()
 
     def recovered(self) -> Recovered:
-        """The counts with which a manager begins its term."""
+        """The counts with which the manager of this term begins."""
         done = self.db.execute("SELECT lineage, version FROM evals")
         return self.accounts.recovered(tuple(Version(*row) for row in done), self._last_event())
 

@@ -5,6 +5,7 @@ Constructors do little, so that a failure of the body comes back through `run` w
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
 import importlib
 import logging
@@ -13,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,53 +76,75 @@ def run_clock(origin: float) -> Callable[[], float]:
 class ManagerActor(Actor):
     is_async = True
 
-    def __init__(
-        self, role: str, id_: str, folder: Path, settings: Settings, recovered: Recovered, origin: float
-    ) -> None:
+    def __init__(self, role: str, id_: str, folder: Path) -> None:
         super().__init__(role, id_, folder)
-        self.service = ManagerService(settings, self.folder.events, recovered, run_clock(origin))
+        self._begun = asyncio.Event()
 
-    async def run(self, term: int) -> None:
-        await self.service.run()
+    async def run(self, incarnation: int, settings: Settings, origin: float, recovered: Recovered) -> None:
+        self._service = ManagerService(settings, self.folder.events, recovered, run_clock(origin))
+        self._begun.set()
+        await self._service.run()
+
+    async def service(self) -> ManagerService:
+        """Who calls before it has begun waits for that."""
+        await self._begun.wait()
+        return self._service
 
     async def beat(self, beat: Beat, acked: Inbox, wait_s: float) -> list[Numbered]:
-        return await self.service.beat(beat, acked, wait_s)
+        return await (await self.service()).beat(beat, acked, wait_s)
 
     async def store_poll(self, events: StoreEvents, acked: Inbox, wait_s: float) -> list[Numbered]:
-        return await self.service.store_poll(events, acked, wait_s)
+        return await (await self.service()).store_poll(events, acked, wait_s)
 
     async def driver_poll(self, events: tuple[DriverEvent, ...], acked: Inbox, wait_s: float) -> Any:
-        return await self.service.driver_poll(events, acked, wait_s)
+        return await (await self.service()).driver_poll(events, acked, wait_s)
 
 
 class StoreActor(Actor):
     is_async = True
 
-    service: StoreService
+    def __init__(self, role: str, id_: str, folder: Path) -> None:
+        super().__init__(role, id_, folder)
+        self._opened = asyncio.Event()
 
-    async def open(self, config: Config, settings: Settings, origin: float) -> Recovered:
+    async def open(self, config: Config, settings: Settings, origin: float, anew: bool = True) -> Recovered:
         from laminar.data.open import open_store
 
-        self.service = StoreService(open_store(self.folder, config, settings, run_clock(origin)))
-        return self.service.store.recovered()
+        store = open_store(self.folder, config, settings, run_clock(origin), anew)
+        self._service = StoreService(store)
+        self._opened.set()
+        return store.recovered()
 
-    async def run(self, term: int, manager: ManagerHandle) -> None:
-        await self.service.run(manager.store_poll)
+    async def service(self) -> StoreService:
+        """Who calls before it is open waits for that."""
+        await self._opened.wait()
+        return self._service
+
+    async def run(
+        self, incarnation: int, config: Config, settings: Settings, origin: float, manager: ManagerHandle
+    ) -> None:
+        """Work for the manager; a store that replaces another one opens itself."""
+        if not self._opened.is_set():
+            await self.open(config, settings, origin, anew=False)
+        await (await self.service()).run(manager.store_poll)
+
+    async def begin_term(self) -> Recovered:
+        return (await self.service()).store.begin_term()
 
     async def close(self) -> None:
-        self.service.store.close()
+        (await self.service()).store.close()
 
     async def exchange(self, report: ReplicaReport) -> ReplicaReply:
-        return await self.service.exchange(report)
+        return await (await self.service()).exchange(report)
 
     async def exchange_scores(self, report: ScoreReport, wait_s: float) -> tuple[list[UnscoredGroup], bool]:
-        return await self.service.exchange_scores(report, wait_s)
+        return await (await self.service()).exchange_scores(report, wait_s)
 
     async def next_batch(self, update: int, part: int, wait_s: float) -> tuple[Batch | None, bool]:
-        return await self.service.next_batch(update, part, wait_s)
+        return await (await self.service()).next_batch(update, part, wait_s)
 
     async def trained(self, report: Trained) -> None:
-        await self.service.trained(report)
+        await (await self.service()).trained(report)
 
 
 class RelayActor(Actor):
@@ -209,7 +231,7 @@ class ScorerActor(Actor):
         scorer = Scorer(
             config,
             load_tokenizer(config.model_path),
-            ScoreHandle(store.actor, stop),
+            ScoreHandle(store, stop),
             base_folder=self.folder.path,
             log_path=self.folder.logs / "rewards.log",
             incarnation=incarnation,
@@ -228,19 +250,17 @@ class EmulatedScorerActor(ScorerActor):
 
         stop = threading.Event()
         reward_s = load_profile(config.simulation.profile).reward_s / config.simulation.time_scale
-        ConstantScorer(ScoreHandle(store.actor, stop), incarnation, reward_s).run(stop)
+        ConstantScorer(ScoreHandle(store, stop), incarnation, reward_s).run(stop)
 
 
-@dataclass(frozen=True, slots=True)
-class Roles:
-    """Classes of the actors that have to do with the model."""
-
-    replica: type[ReplicaActor]
-    trainer: type[TrainerActor]
-    scorer: type[ScorerActor]
-
-
-def roles_of(config: Config) -> Roles:
-    if config.emulated:
-        return Roles(EmulatedReplicaActor, EmulatedTrainerActor, EmulatedScorerActor)
-    return Roles(ReplicaActor, TrainerActor, ScorerActor)
+def kinds_of(config: Config) -> dict[str, tuple[Any, ...]]:
+    """By role: the class of its actors, and what the constructor takes after role, id and folder."""
+    emulated = config.emulated
+    return {
+        "manager": (ManagerActor,),
+        "datastore": (StoreActor,),
+        "relay": (RelayActor,),
+        "trainer": (EmulatedTrainerActor if emulated else TrainerActor, config.train.threads),
+        "replica": (EmulatedReplicaActor if emulated else ReplicaActor, config.rollout.threads),
+        "scorer": (EmulatedScorerActor if emulated else ScorerActor,),
+    }

@@ -5,7 +5,9 @@ A handle has the methods that its user declares in a Protocol; nobody outside `r
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -24,18 +26,51 @@ from laminar.weights.relay import RelayBeat, RelayReply, describe
 
 WAIT_S = 1.0
 """Longest that a long poll is held on the other side before it is asked again."""
+LOOK_AGAIN_S = 0.05
+"""How often the successor of a process that has died is looked for."""
 
 
-class ManagerHandle:
-    def __init__(self, actor: Any) -> None:
-        self.actor = actor
+class _Peer:
+    """The manager or the data store as others see it: `name/0`, or the newest of those who have taken its place.
 
+    A call to one that has died is made again, of its successor, for as long as that takes: all calls bear being
+    repeated, and if there is no successor the driver ends the caller. (Ray gives the name of a dead actor to nobody
+    while there are handles of it.)
+    """
+
+    def __init__(self, name: str, actor: Any) -> None:
+        self.name, self.actor = name, actor
+        self.number = 0
+
+    def call(self, method: str, *args: object) -> Any:
+        while True:
+            try:
+                return ray.get(getattr(self.actor, method).remote(*args))
+            except RayActorError:
+                time.sleep(LOOK_AGAIN_S)
+                self.find()
+
+    async def call_async(self, method: str, *args: object) -> Any:
+        while True:
+            try:
+                return await getattr(self.actor, method).remote(*args)
+            except RayActorError:
+                await asyncio.sleep(LOOK_AGAIN_S)
+                self.find()
+
+    def find(self) -> None:
+        with suppress(ValueError):  # there is none at this moment
+            self.actor = ray.get_actor(f"{self.name}/{self.number + 1}")
+            self.number += 1
+
+
+class ManagerHandle(_Peer):
     def beat(self, beat: Beat, acked: Inbox, wait_s: float) -> Sequence[Numbered]:
-        reply: list[Numbered] = ray.get(self.actor.beat.remote(beat, acked, wait_s))
+        reply: list[Numbered] = self.call("beat", beat, acked, wait_s)
         return reply
 
     async def store_poll(self, events: StoreEvents, acked: Inbox, wait_s: float) -> list[Numbered]:
-        reply: list[Numbered] = await self.actor.store_poll.remote(events, acked, wait_s)
+        reply: list[Numbered] = await self.call_async("store_poll", events, acked, wait_s)
         return reply
 
     def driver_poll(self, events: Sequence[DriverEvent], acked: Inbox, wait_s: float) -> Any:
@@ -65,47 +100,49 @@ class RelayManagerHandle:
         return RelayReply(self.keep, stop)
 
 
-class StoreHandle:
-    def __init__(self, actor: Any) -> None:
-        self.actor = actor
-
+class StoreHandle(_Peer):
     def open(self, config: Config, settings: Settings, origin: float) -> Any:
-        """Reference to the counts of the store (`Recovered`), done when it is open."""
+        """Reference to what the manager begins with (`Recovered`), done when the store is open."""
         return self.actor.open.remote(config, settings, origin)
 
+    def begin_term(self) -> Any:
+        """Reference to what the next manager begins with (`Recovered`)."""
+        return self.actor.begin_term.remote()
+
     def exchange(self, report: ReplicaReport) -> ReplicaReply:
-        reply: ReplicaReply = ray.get(self.actor.exchange.remote(report))
+        reply: ReplicaReply = self.call("exchange", report)
         return reply
 
     def next_batch(self, update: int, part: int) -> Batch | None:
         while True:
-            batch, over = ray.get(self.actor.next_batch.remote(update, part, WAIT_S))
+            batch, over = self.call("next_batch", update, part, WAIT_S)
             if batch is not None or over:
                 result: Batch | None = batch
                 return result
 
     def trained(self, report: Trained) -> None:
-        ray.get(self.actor.trained.remote(report))
+        self.call("trained", report)
 
 
 class ScoreHandle:
     """The data store as the scorer sees it: the answer also says when to stop."""
 
-    def __init__(self, actor: Any, stop: threading.Event) -> None:
-        self.actor, self.stop = actor, stop
+    def __init__(self, store: StoreHandle, stop: threading.Event) -> None:
+        self.store, self.stop = store, stop
 
     def exchange_scores(self, report: ScoreReport) -> list[UnscoredGroup]:
         groups: list[UnscoredGroup]
-        groups, stopping = ray.get(self.actor.exchange_scores.remote(report, WAIT_S))
+        groups, stopping = self.store.call("exchange_scores", report, WAIT_S)
         if stopping:
             self.stop.set()
         return groups
 
 
-def create(kind: type, role: str, id_: str, *args: object) -> Any:
+def create(name: str | None, kind: type, role: str, id_: str, *args: object) -> Any:
     """A new actor of this class, which Ray neither restarts nor retries: that is decided elsewhere.
 
-    The driver makes all of them, because an actor's death takes the actors that it made.
+    The driver makes all of them, because an actor's death takes the actors that it made. `name`: of those whom others
+    call.
     """
     options = {
         "num_cpus": 0,
@@ -113,7 +150,7 @@ def create(kind: type, role: str, id_: str, *args: object) -> Any:
         "max_task_retries": 0,
         "max_concurrency": 1000 if _is_async(kind) else 2,
     }
-    return ray.remote(kind).options(**options).remote(role, id_, *args)
+    return ray.remote(kind).options(name=name, **options).remote(role, id_, *args)
 
 
 def _is_async(kind: type) -> bool:
@@ -160,16 +197,17 @@ def wait_for(reference: Any, interrupted: threading.Event) -> Any:
 
 
 def wait_for_any(references: Sequence[Any], timeout_s: float) -> list[Any]:
-    """Those that are done, as soon as one is."""
+    """All that are done, as soon as one is."""
     done: list[Any]
-    done, _ = ray.wait(list(references), num_returns=1, timeout=timeout_s)
+    ray.wait(list(references), num_returns=1, timeout=timeout_s)
+    done, _ = ray.wait(list(references), num_returns=len(references), timeout=0)
     return done
 
 
-def answer_of(poll: Any) -> Any:
-    """The answer to a poll of the manager; None if the manager is gone, which its body tells too."""
+def answer_of(reference: Any) -> Any:
+    """The answer to a call; None if who was called is gone, which its body tells too."""
     try:
-        return ray.get(poll)
+        return ray.get(reference)
     except RayActorError:
         return None
 

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 from laminar import requests
 from laminar.config import Config
-from laminar.control.commands import EndRun, Remove, Replace
-from laminar.control.events import DriverEvent, ProcessEnded, Recovered, StopRequested
+from laminar.control.commands import Command, EndRun, Numbered, Remove, Replace
+from laminar.control.events import DriverEvent, ProcessEnded, ProcessSeen, ProcessStarted, StopRequested
+from laminar.control.failover import without_manager
 from laminar.control.mailbox import Inbox
+from laminar.errors import ProtocolError
 from laminar.run_folder import RunFolder
 from laminar.runtime import handles
-from laminar.runtime.actors import ManagerActor, RelayActor, StoreActor, roles_of
+from laminar.runtime.actors import kinds_of
 from laminar.runtime.handles import ManagerHandle, StoreHandle
 from laminar.runtime.supervise import Supervisor
 from laminar.types import Settings
+
+LOOK_S = 0.2
+"""How often the driver looks for requests and signals."""
+LONG_POLL_S = 0.5
+"""How long a manager with nothing to say lets the driver wait."""
 
 
 def run(
@@ -31,71 +41,134 @@ def run(
     `origin`: the monotonic instant of run second 0. `interrupted`: set when the user wants to stop. `say`: shows a
     line.
     """
-    roles = roles_of(config)
-    supervisor = Supervisor(
-        folder,
-        {
-            "relay": (RelayActor,),
-            "trainer": (roles.trainer, config.train.threads),
-            "replica": (roles.replica, config.rollout.threads),
-            "scorer": (roles.scorer,),
-        },
-    )
-    store_process = supervisor.create("datastore", "datastore", StoreActor)
+    supervisor = Supervisor(folder, kinds_of(config))
     replicas = [("replica", f"replica-{i}") for i in range(config.rollout.replicas)]
-    for role, id_ in [("relay", "relay-0"), ("trainer", "trainer"), *replicas, ("scorer", "scorer")]:
-        supervisor.create(role, id_)
+    others = [("relay", "relay-0"), ("trainer", "trainer"), *replicas, ("scorer", "scorer")]
+    store_actor, manager_actor, *_ = [
+        supervisor.create(role, id_).actor
+        for role, id_ in [("datastore", "datastore"), ("manager", "manager"), *others]
+    ]
+    store = StoreHandle(supervisor.name("datastore"), store_actor)
+    manager = ManagerHandle(supervisor.name("manager"), manager_actor)
     try:
-        store = StoreHandle(store_process.actor)
-        recovered: Recovered = handles.wait_for(store.open(config, settings, origin), interrupted)
-        manager_process = supervisor.create("manager", "manager", ManagerActor, settings, recovered, origin)
-        manager = ManagerHandle(manager_process.actor)
+        recovered = handles.wait_for(store.open(config, settings, origin), interrupted)
         supervisor.bodies = {
-            "manager": (),
-            "datastore": (manager,),
+            "manager": (settings, origin),
+            "datastore": (config, settings, origin, manager),
             "relay": (config, manager),
             "trainer": (config, store, manager),
             "replica": (config, store, manager),
             "scorer": (config, store),
         }
-        supervisor.begin(recovered.term)
-        end = _watch(supervisor, manager, supervisor.started(interrupted), interrupted, say)
+        started = supervisor.begin(recovered, interrupted)
+        end = Driver(supervisor, settings, store, manager, started, say).drive(interrupted)
         return end, supervisor.first_traceback
     finally:
         supervisor.stop()
 
 
-def _watch(
-    supervisor: Supervisor,
-    manager: ManagerHandle,
-    events: Sequence[DriverEvent],
-    interrupted: threading.Event,
-    say: Callable[[str], None],
-) -> EndRun:
-    """Tell the manager who started, who ended and what the user wants, and obey it, until it says that it is over."""
-    told_stop = False
-    inbox = Inbox()
-    poll = manager.driver_poll(events, inbox, 0.0)
-    news: list[DriverEvent] = []
-    while True:
-        done = handles.wait_for_any([poll, *supervisor.awaited()], timeout_s=0.2)
-        news += supervisor.news([d for d in done if d != poll])
-        supervisor.advance()
-        if any(isinstance(e, ProcessEnded) and e.role == "manager" for e in news):
-            return EndRun("failed", "the manager died")
-        if interrupted.is_set() and not told_stop:
-            told_stop = True
-            news.append(StopRequested("interrupted by the user"))
-        news += requests.take(supervisor.folder)
-        if poll in done and (answer := handles.answer_of(poll)) is not None:
-            commands, notes, states = answer
+class Driver:
+    """Tells the manager who started, who ended and what the user wants, and obeys it, until it says that all is over.
+
+    While there is no manager it replaces that one and the data store by itself, by the rule of
+    `failover.without_manager`.
+    """
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        settings: Settings,
+        store: StoreHandle,
+        manager: ManagerHandle,
+        started: Sequence[ProcessStarted],
+        say: Callable[[str], None],
+    ) -> None:
+        self._supervisor, self._settings, self._store, self._manager = supervisor, settings, store, manager
+        self._say = say
+        self._news: list[DriverEvent] = list(started)
+        """What no manager has been told."""
+        self._told: list[DriverEvent] = []
+        """What is on its way: told again if there is no answer."""
+        self._seen = tuple(ProcessSeen(e.role, e.id, e.incarnation, "starting") for e in started)
+        """The last manager's word on all processes, and what has been done since."""
+        self._inbox = Inbox()
+        self._poll: Any = None
+        self._asked = 0.0
+        self._term: Any = None
+        """Reference to what the next manager begins with."""
+        self._end: EndRun | None = None
+
+    def drive(self, interrupted: threading.Event) -> EndRun:
+        stopping = False
+        self._ask()
+        while self._end is None:
+            awaited = [r for r in (self._poll, self._term) if r is not None]
+            done = handles.wait_for_any([*awaited, *self._supervisor.awaited()], LOOK_S)
+            self._news += self._supervisor.news(done)
+            self._news += requests.take(self._supervisor.folder)
+            if interrupted.is_set() and not stopping:
+                stopping = True
+                self._news.append(StopRequested("interrupted by the user"))
+            self._supervisor.advance()
+            if any(isinstance(e, ProcessEnded) and e.role == "manager" for e in self._news):
+                self._poll = None
+            if self._poll is None:
+                self._without_manager(done)
+            elif self._poll in done:
+                if (answer := handles.answer_of(self._poll)) is not None:
+                    self._told = []
+                    self._obey(*answer)
+                self._ask()
+            elif time.monotonic() - self._asked > self._settings.dead_after_s:
+                self._say(f"the manager is silent for {self._settings.dead_after_s:g} s")
+                self._supervisor.kill("manager", "manager")
+        return self._end
+
+    def _ask(self) -> None:
+        self._told, self._news = self._told + self._news, []
+        self._asked = time.monotonic()
+        self._poll = self._manager.driver_poll(self._told, self._inbox, 0.0 if self._told else LONG_POLL_S)
+
+    def _obey(
+        self,
+        commands: Sequence[Numbered],
+        notes: Sequence[str],
+        states: Sequence[dict[str, object]],
+        seen: tuple[ProcessSeen, ...],
+    ) -> None:
+        self._seen = seen
+        for note in notes:
+            self._say(note)
+        self._supervisor.write(states)
+        for command in self._inbox.take(commands):
+            self._carry_out(command)
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case EndRun():
+                self._end = command
+            case Replace() | Remove():
+                self._supervisor.obey(command)
+            case other:
+                raise ProtocolError(f"the driver can't do {other}")
+
+    def _without_manager(self, done: Sequence[Any]) -> None:
+        """Replace it, and the data store that it begins with, if need be."""
+        self._news, self._told = self._told + self._news, []
+        alone = [e for e in self._news if isinstance(e, ProcessEnded) and e.role in ("manager", "datastore")]
+        if alone:
+            self._news = [e for e in self._news if e not in alone]
+            commands, self._seen, notes = without_manager(self._settings, self._seen, alone)
             for note in notes:
-                say(note)
-            supervisor.write(states)
-            for command in inbox.take(commands):
-                match command:
-                    case EndRun():
-                        return command
-                    case Replace() | Remove():
-                        supervisor.obey(command)
-            poll, news = manager.driver_poll(news, inbox, 0.5 if not news else 0.0), []
+                self._say(note)
+            for command in commands:
+                self._carry_out(command)
+        waiting = self._supervisor.waiting_manager()
+        if self._term in done and (recovered := handles.answer_of(self._term)) is not None and waiting is not None:
+            self._term = None
+            self._manager.find()
+            self._supervisor.run(waiting, waiting.incarnation, replace(recovered, processes=self._seen))
+            self._ask()
+        elif waiting is not None and (self._term is None or self._term in done):
+            self._store.find()
+            self._term = self._store.begin_term()

@@ -16,7 +16,17 @@ from pathlib import Path
 from laminar import __version__
 from laminar.control import codec
 from laminar.control.commands import Command, Numbered, Stop, address
-from laminar.control.events import Beat, DriverEvent, Event, Recovered, RelayBeat, ReplicaBeat, StoreEvents, Tick
+from laminar.control.events import (
+    Beat,
+    DriverEvent,
+    Event,
+    ProcessSeen,
+    Recovered,
+    RelayBeat,
+    ReplicaBeat,
+    StoreEvents,
+    Tick,
+)
 from laminar.control.mailbox import Inbox, Mailbox
 from laminar.control.manager import Manager, Record, is_news
 from laminar.data.store import DataStore
@@ -142,14 +152,14 @@ class ManagerService:
 
     async def driver_poll(
         self, events: Sequence[DriverEvent], acked: Inbox, wait_s: float
-    ) -> tuple[list[Numbered], list[str], list[dict[str, object]]]:
-        """Commands for the driver, lines for the user, and the state of every process."""
+    ) -> tuple[list[Numbered], list[str], list[dict[str, object]], tuple[ProcessSeen, ...]]:
+        """Commands for the driver, lines for the user, the state of every process, what the next manager must know."""
         box = self._box(("driver", "driver"))
         for event in events:
             self.handle(event)
         if not box.after(acked) and not self.manager.state.notes and wait_s > 0:
             await box.pulse.wait(wait_s)
-        return box.after(acked), self.manager.take_notes(), self.processes()
+        return box.after(acked), self.manager.take_notes(), self.processes(), self.manager.state.seen()
 
     def processes(self) -> list[dict[str, object]]:
         state = self.manager.state

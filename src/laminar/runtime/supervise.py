@@ -8,6 +8,7 @@ killed.
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import threading
 import time
@@ -19,11 +20,13 @@ from typing import Any
 from ray.exceptions import RayActorError, RayTaskError
 
 from laminar.control.commands import Remove, Replace
-from laminar.control.events import DriverEvent, ProcessEnded, ProcessStarted
+from laminar.control.events import DriverEvent, ProcessEnded, ProcessStarted, Recovered
 from laminar.errors import LaminarError, RunFailed, UserError
 from laminar.run_folder import NODE, RunFolder, is_running, write_json
 from laminar.runtime import handles
 
+CALLED = ("manager", "datastore")
+"""Roles that others call, one process each."""
 STOP_WITHIN_S = 5.0
 """After this long a process that was told to stop is killed."""
 EXIT_WITHIN_S = 1.0
@@ -72,29 +75,33 @@ class Supervisor:
     bodies: dict[str, tuple[object, ...]] = field(default_factory=dict)
     """By role: what the body of an actor takes, after its incarnation."""
     processes: list[Process] = field(default_factory=list)
+    start: str = field(default_factory=lambda: secrets.token_hex(8))
+    """Names this start of the run in its Ray."""
     first_traceback: str | None = None
     """Of the first body that failed by something unforeseen."""
     _coming: list[Replace] = field(default_factory=list)
     """Processes whose predecessor may not be gone yet."""
 
-    def create(self, role: str, id_: str, *kind: Any) -> Process:
-        """A process that has nothing to do yet. `kind`: if not that of the role in `kinds`."""
-        actor_class, *arguments = kind or self.kinds[role]
-        actor = handles.create(actor_class, role, id_, self.folder.path, *arguments)
+    def create(self, role: str, id_: str) -> Process:
+        """A process that has nothing to do yet."""
+        kind, *arguments = self.kinds[role]
+        name = f"{self.name(role)}/{len(self._named(role, id_))}" if role in CALLED else None
+        actor = handles.create(name, kind, role, id_, self.folder.path, *arguments)
         self.processes.append(Process(role, id_, actor, handles.pid(actor)))
         return self.processes[-1]
 
-    def begin(self, incarnation: int) -> None:
-        """Let all run, as the first of this start of the run."""
-        for process in self.processes:
-            self._run(process, incarnation)
+    def name(self, role: str) -> str:
+        """By which, with a number after it, others find whoever has this role."""
+        return f"{self.start}/{role}"
 
-    def _run(self, process: Process, incarnation: int) -> None:
+    def run(self, process: Process, incarnation: int, *more: object) -> None:
         process.incarnation = incarnation
-        process.body = handles.run(process.actor, incarnation, *self.bodies[process.role])
+        process.body = handles.run(process.actor, incarnation, *self.bodies[process.role], *more)
 
-    def started(self, interrupted: threading.Event) -> list[ProcessStarted]:
-        """Wait until every process is there and write processes.json. Raises what kept one from starting."""
+    def begin(self, recovered: Recovered, interrupted: threading.Event) -> list[ProcessStarted]:
+        """Let all run, and wait until every process is there. Raises what kept one from starting."""
+        for process in self.processes:
+            self.run(process, recovered.term, *((recovered,) if process.role == "manager" else ()))
         for process in self.processes:
             process.pid = handles.wait_for(process.pid_known, interrupted)
         self.write([])
@@ -128,16 +135,26 @@ class Supervisor:
             case Remove():
                 for process in self._named(command.role, command.id):
                     process.unwanted = True
-        for process in self._named(command.role, command.id):
-            _kill(process)
+        self.kill(command.role, command.id)
 
     def advance(self) -> None:
-        """Start those whose predecessors are gone for certain."""
+        """Start those whose predecessors are gone for certain. A manager runs when the data store has told it all."""
         for command in list(self._coming):
             if any(is_running(p.pid) for p in self._named(command.role, command.id) if p.pid):
                 continue
             self._coming.remove(command)
-            self._run(self.create(command.role, command.id), command.incarnation)
+            process = self.create(command.role, command.id)
+            process.incarnation = command.incarnation
+            if command.role != "manager":
+                self.run(process, command.incarnation)
+
+    def waiting_manager(self) -> Process | None:
+        """A manager that has been started and not begun."""
+        return next((p for p in self.processes if p.role == "manager" and p.body is None and not p.ended), None)
+
+    def kill(self, role: str, id_: str) -> None:
+        for process in self._named(role, id_):
+            _kill(process)
 
     def _named(self, role: str, id_: str) -> list[Process]:
         return [p for p in self.processes if (p.role, p.id) == (role, id_)]

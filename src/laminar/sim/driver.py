@@ -89,7 +89,7 @@ class Driver:
         if self._wants_term:
             alone = [e for e in self._unheard if isinstance(e, ProcessEnded) and e.role in ALONE]
             self._unheard = [e for e in self._unheard if e not in alone]
-            commands, self._seen = without_manager(self._world.settings, self._seen, alone)
+            commands, self._seen, _ = without_manager(self._world.settings, self._seen, alone)
             for command in commands:
                 self.obey(command)
 
