@@ -20,10 +20,13 @@ from laminar.control.chain import (
     lead,
     leave,
     links,
+    next_transfer,
     to_tail,
 )
 from laminar.errors import ProtocolError
+from laminar.types import Version
 
+V1, V2, V3, OTHER = Version(0, 1), Version(0, 2), Version(0, 3), Version(1, 1)
 Change = Callable[[Chain, str], Chain]
 BEFORE = Chain(5, ("m", "a", "b", "s", "t"), num_slow=2)
 
@@ -184,3 +187,39 @@ def test_no_other_number_of_chunks_is_faster(num_nodes: int, num_bytes: int, byt
     times = [broadcast_s(num_nodes, num_bytes, byte_s, start_s, chunks) for chunks in range(1, num_bytes + 1)]
     best = best_num_chunks(num_nodes, num_bytes, byte_s, start_s)
     assert times[best - 1] <= min(times) * (1 + 1e-9)
+
+
+# ---------------------------------------------------------------- transfers
+
+
+@pytest.mark.parametrize(
+    ("in_progress", "waiting", "now", "after"),
+    [
+        (None, [], None, None),
+        (None, [V1, V3, V2], V3, None),
+        (V1, [], V1, None),
+        (V1, [V2, V3], V1, V3),
+        (V2, [V1], V2, None),
+        (V3, [V3], V3, None),
+        (V3, [OTHER], OTHER, None),
+    ],
+)
+def test_a_transfer_is_finished_and_of_those_that_wait_the_newest_is_next(
+    in_progress: Version | None, waiting: list[Version], now: Version | None, after: Version | None
+) -> None:
+    """Only a version of a retired lineage is given up half-way."""
+    assert next_transfer(in_progress, waiting) == (now, after)
+
+
+def test_versions_arrive_though_they_are_published_faster_than_they_travel() -> None:
+    receiving: Version | None = None
+    waiting: list[Version] = []
+    arrived: list[Version | None] = []
+    for number in range(30):  # a transfer takes three times as long as it takes until the next version is published
+        receiving, after = next_transfer(receiving, [*waiting, Version(0, number)])
+        waiting = [] if after is None else [after]
+        if number % 3 == 2:
+            arrived.append(receiving)
+            receiving = None
+    numbers = [version.number for version in arrived if version is not None]
+    assert numbers == sorted(set(numbers)) and len(numbers) == 10

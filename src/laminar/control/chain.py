@@ -14,10 +14,12 @@ the trainer's machine: the same one, restarted, or another.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, floor, sqrt
 
 from laminar.errors import ProtocolError
+from laminar.types import Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,18 @@ def accepts(highest: int, offered: int) -> bool:
     did not change, the upstream may hear of the new epoch after the downstream, and is still the right one.
     """
     return offered >= highest
+
+
+def next_transfer(in_progress: Version | None, waiting: Sequence[Version]) -> tuple[Version | None, Version | None]:
+    """What a relay receives now, and what after that, of the versions that its upstream has for it.
+
+    A transfer in progress is finished, unless its lineage is retired; of those that wait only the newest is kept. (If
+    the newest overtook, no version would ever arrive when they are published faster than the link carries them.)
+    """
+    newest = max(waiting, default=None)
+    if in_progress is None or (newest is not None and newest.lineage > in_progress.lineage):
+        return newest, None
+    return in_progress, newest if newest is not None and newest > in_progress else None
 
 
 # ---------------------------------------------------------------- changes

@@ -43,7 +43,8 @@ class Manager:
         self.ended: EndRun | None = None
         self.interrupted: str | None = None
         self.completing = False
-        self.last_tick: float | None = None
+        self.last_tick = 0.0
+        """When the manager was last there: a tick, or its beginning."""
         self.last_repack = 0.0
         self.repack_due = False
 
@@ -79,7 +80,7 @@ class Manager:
             case ReplicaBeat() | RelayBeat() | TrainerBeat():
                 self._beat(now, event)
             case Tick():
-                lost = 0.0 if self.last_tick is None else liveness.lost_time(now - self.last_tick)
+                lost = liveness.lost_time(now - self.last_tick)
                 liveness.forgive(now, state.processes.values(), lost)
                 state.progress_at = min(now, state.progress_at + lost)
                 self.last_tick = now
@@ -93,6 +94,7 @@ class Manager:
                 state.outbox = max(state.outbox, event.last)
             case Recovered():
                 state.recover(now, event)
+                self.last_tick = now
                 yield from failover.orphan_unknown(state, event)
             case ProcessStarted():
                 known = state.processes.get((event.role, event.id))

@@ -161,7 +161,7 @@ class Driver:
                 slots = world.relays[node].whole if node in world.relays else ()
                 relay = world.relays[node] = Relay(world, id_, incarnation, node, broadcast_s, slots)
                 if newest := world.published:  # it may have missed what the chain has had, or the trainer has written
-                    relay.from_trainer.send(lambda: relay.receive(newest))
+                    relay.from_trainer.send(lambda: relay.offer(newest))
             case "trainer":
                 world.trainer = Trainer(world, incarnation, world.checkpoint)
             case "scorer":

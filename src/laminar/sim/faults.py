@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from laminar.control.events import DrainRequested, ScaleRequested
@@ -20,10 +20,22 @@ from laminar.timing import load_profile
 from laminar.types import SampleId, Settings, Version
 
 MAX_RESTARTS = 3
+ON_ITS_WAY_S = 1.0
+"""Longer than a message takes, all attempts counted."""
 LONGEST_RUN_S = 20_000.0
 BOUNDS = {"sync": 0, "one_step": 1, "stream": 1}
 ROUGH = Delays(coalesce_s=0.1, exchange_s=0.3, poll_s=0.3, beat_s=0.3, tick_s=1.0, stream_s=0.5, jitter=True, loss=0.15)
 QUICK = Delays(coalesce_s=0.01, exchange_s=0.02, poll_s=0.02, beat_s=0.02, tick_s=0.5, stream_s=0.2, jitter=True)
+SLOW_LINKS = replace(
+    load_profile("toy"),
+    broadcast_s_per_gb=2.0,
+    train_tokens_per_s_per_gpu=20_000.0,
+    train_s_per_mini_batch=0.02,
+    train_s_per_iteration=0.1,
+)
+"""Versions are published faster than they travel."""
+BURST_S = 1.0
+"""Sometimes everything goes wrong within this time."""
 SLOW_SHARE, SLOW_STEP_S = 0.5, 0.5
 """A slow process is stopped for this share of each step."""
 
@@ -94,11 +106,11 @@ def plan_of(seed: int) -> Plan:
         repack=True,
         repack_interval_s=r.choice([0.5, 2.0]),
         move_timeout_s=r.choice([1.0, 10.0]),
-        adopt_timeout_s=r.choice([3.0, 30.0]),
+        adopt_timeout_s=r.choice([1.0, 3.0, 30.0]),
         max_restarts=MAX_RESTARTS,
         dead_after_s=r.choice([4.0, 30.0]),
     )
-    return Plan(
+    plan = Plan(
         settings,
         load_profile("toy"),
         seed,
@@ -120,6 +132,10 @@ def plan_of(seed: int) -> Plan:
         ),
         restarts=(r.uniform(0, 20),) if r.random() < 0.15 else (),
     )
+    if r.random() < 0.2:
+        iterations = settings.iterations and 3 * settings.iterations
+        return replace(plan, settings=replace(settings, iterations=iterations), profile=SLOW_LINKS)
+    return plan
 
 
 def faults_of(seed: int, plan: Plan) -> tuple[Fault, ...]:
@@ -127,6 +143,7 @@ def faults_of(seed: int, plan: Plan) -> tuple[Fault, ...]:
     r = Random(f"faults {seed}")
     staying = plan.replicas
     favourite = _target(r, plan) if r.random() < 0.15 else None
+    burst = r.uniform(0, 20) if r.random() < 0.25 else None
     faults = []
     for _ in range(r.choice([1, 2, 3, 5, 8])):
         kind = r.choice(["kill", "kill", "stall", "stall", "partition", "slow", "drain", "scale"])
@@ -138,13 +155,14 @@ def faults_of(seed: int, plan: Plan) -> tuple[Fault, ...]:
             staying, role, id_ = staying - 1, "replica", f"replica-{staying - 1}"
         elif kind == "scale":
             staying, role, id_ = min(staying, wanted), "replica", "*"
-        timed = r.random() < 0.5
+        timed = burst is not None or r.random() < 0.5
+        at = r.uniform(0, 25) if burst is None else burst + r.uniform(0, BURST_S)
         faults.append(
             Fault(
                 kind,
                 role,
                 id_,
-                at=r.uniform(0, 25) if timed else None,
+                at=at if timed else None,
                 event=None if timed else r.randint(1, 1500),
                 seconds=r.choice([0.3, 1.0, 3.0, 8.0, 40.0]),
                 peer=r.choice(["manager", "datastore"]),
@@ -204,6 +222,7 @@ def run_faults(plan: Plan, faults: tuple[Fault, ...]) -> ChaosResult:
             for fault in [f for f in left if f.is_due(world.kernel.now, world.kernel.num_events)]:
                 left.remove(fault)
                 if world.end is None:
+                    watch.hit(fault)
                     strike(world, fault)
             world.kernel.step()
     except (ProtocolError, IllegalTransition, RunFailed) as error:
@@ -211,7 +230,7 @@ def run_faults(plan: Plan, faults: tuple[Fault, ...]) -> ChaosResult:
     else:
         if world.end is not None:
             outcome, message = world.end.outcome, world.end.message
-        problems += _verdict(world, outcome, message)
+        problems += [*watch.deaths(), *_verdict(world, outcome, message)]
     return ChaosResult(plan.seed, outcome, message, (*watch.problems, *problems), tuple(world.records or ()))
 
 
@@ -224,19 +243,60 @@ class Watch:
     def __init__(self, world: World) -> None:
         self._world = world
         self._newest: dict[tuple[SampleId, int], Version] = {}
+        self._hit: set[tuple[str, str]] = set()
+        """Processes that something has happened to."""
+        self._all_hit = False
         self.problems: list[str] = []
+
+    def hit(self, fault: Fault) -> None:
+        self._hit.add((fault.role, fault.id))
+        self._all_hit = self._all_hit or (fault.kind == "partition" and fault.role == "manager")
+
+    def deaths(self) -> Iterator[str]:
+        """Who was taken for dead without a cause, the manager's own absence included."""
+        for p in self._world.driver.seen():
+            if p.deaths and (p.role, p.id) not in self._hit and not self._all_hit:
+                yield f"{p.role} {p.id} was replaced, and nothing had happened to it"
 
     def look(self) -> None:
         store, settings = self._world.store, self._world.settings
         if sum(g.kind == "train" for g in store.groups.values()) != store.accounts.cursor and not self.problems:
             self.problems.append("the ledger is open: not every prompt that was drawn has a group")
+        self._look_at_relays()
+        self._look_at_places()
         for s in (s for group in store.accounts.groups.values() for s in group.samples):
             one = settings.schedule != "partial" or store.accounts.groups[s.id.group].kind == "eval"
             if one and s.last_version != s.version:
                 self.problems.append(f"{s.id} has tokens of {s.last_version} and is of {s.version}")
+            if s.version.number < store.accounts.groups[s.id.group].version.number:
+                self.problems.append(f"{s.id} began anew under {s.version}, which is older than its group")
             if s.last_version < self._newest.setdefault((s.id, s.attempt), s.last_version):
                 self.problems.append(f"{s.id} went back to {s.last_version}")
             self._newest[s.id, s.attempt] = s.last_version
+
+    def _look_at_places(self) -> None:
+        """Quota and staleness rule: there are places left for all live groups, up to the deadline of each."""
+        accounts, settings = self._world.store.accounts, self._world.settings
+        if accounts.num_live > settings.max_outstanding_groups:
+            self.problems.append(f"{accounts.num_live} groups are live, the quota is {settings.max_outstanding_groups}")
+        if accounts.ahead:
+            return  # batches after u have places taken
+        due = sorted(g.deadline for g in accounts.live() if g.deadline is not None)
+        for number, deadline in enumerate(due, start=1):
+            if number > (deadline + 1) * settings.groups_per_batch - accounts.cut_groups:
+                self.problems.append(f"{number} groups are due by batch {deadline}, which is too many")
+
+    def _look_at_relays(self) -> None:
+        """Within the time of two broadcasts a machine has what was published, or something newer."""
+        world = self._world
+        if world.plan.restarts or ("trainer", "trainer") in self._hit:
+            return
+        for relay in world.relays.values():
+            latest = world.kernel.now - 2 * relay.broadcast_s - ON_ITS_WAY_S
+            due = max((m.version for m in world.marks if relay.began <= m.time < latest), default=None)
+            newest = max((v.number for v in relay.whole), default=-1)
+            if due is not None and newest < due and ("relay", relay.id) not in self._hit:
+                self.problems.append(f"{relay.id} still has version {newest}, {due} was published long ago")
 
 
 def _verdict(world: World, outcome: str, message: str) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from laminar.control.commands import Command, Numbered
 from laminar.control.events import Beat
 from laminar.control.mailbox import Inbox
+from laminar.errors import ProtocolError
 from laminar.sim.kernel import MESSAGE, Action
 from laminar.sim.links import Link
 
@@ -21,6 +22,14 @@ B = TypeVar("B", bound=Beat)
 
 def nothing() -> None:
     """What happens if a call fails that nobody waits for."""
+
+
+def new_commands(inbox: Inbox, sent: Sequence[Numbered]) -> list[Command]:
+    """Raises ProtocolError if one that an earlier manager has sent is taken for new."""
+    term, commands = inbox.term, inbox.take(sent)
+    if commands and any(n.term < term for n in sent):
+        raise ProtocolError(f"{commands} were carried out in term {term}")
+    return commands
 
 
 class Life(ABC):
@@ -133,7 +142,7 @@ class Process(Life, Generic[B]):
 
     def hear(self, sent: Sequence[Numbered]) -> None:
         """Commands, some of which may have come before."""
-        for command in self.inbox.take(sent):
+        for command in new_commands(self.inbox, sent):
             self.obey(command)
 
     @abstractmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from laminar.control.chain import accepts
+from laminar.control.chain import accepts, next_transfer
 from laminar.control.commands import Command, Keep, Links, Stop
 from laminar.control.events import RelayBeat
 from laminar.errors import ProtocolError
@@ -26,13 +26,36 @@ class Relay(Process[RelayBeat]):
     ) -> None:
         """`broadcast_s`: from a publish until the version is here; `slots`: what the last incarnation left there."""
         super().__init__(world, id_, incarnation)
-        self.node = node
+        self.node, self.began = node, self.kernel.now
         self.whole = slots
         """Oldest first"""
-        self.from_trainer = world.link(broadcast_s)
+        self.from_trainer = world.link(0.0)
+        self.broadcast_s = broadcast_s
+        self._receiving: Version | None = None
+        self._next: Version | None = None
         self._keep: tuple[Version, ...] = ()
         self._epoch = 0
         self.speak()
+
+    def offer(self, version: Version) -> None:
+        """The chain has a version for this machine."""
+        if not self.alive or version in self.whole:
+            return
+        waiting = [v for v in (self._next, version) if v is not None]
+        self._transfer(*next_transfer(self._receiving, waiting))
+
+    def _transfer(self, version: Version | None, after: Version | None) -> None:
+        self._next = after
+        if version is not None and version != self._receiving:
+            self._receiving = version
+            self.after(self.broadcast_s, lambda: self._received(version))
+
+    def _received(self, version: Version) -> None:
+        if version != self._receiving:
+            return  # given up meanwhile
+        self._receiving = None
+        self.receive(version)
+        self._transfer(self._next, None)
 
     def receive(self, version: Version) -> None:
         """A version has come and is verified. Of the older ones, those that are worth keeping stay, as slots allow."""

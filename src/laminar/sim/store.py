@@ -31,7 +31,7 @@ from laminar.control.events import CutTrained, EvalDone, Recovered, StoreEvent, 
 from laminar.errors import ProtocolError
 from laminar.sim.kernel import Action
 from laminar.sim.links import Link
-from laminar.sim.process import Client, Life, nothing
+from laminar.sim.process import Client, Life, new_commands, nothing
 from laminar.sim.replica import Replica, Report, Work
 from laminar.timing import keyed_uniform
 from laminar.types import SampleId, Version
@@ -197,7 +197,7 @@ class Store(Life):
 
     def hear(self, sent: Sequence[Numbered]) -> None:
         """Commands, some of which may have come before, or be of a manager that is no more."""
-        for command in self.accounts.inbox.take(sent):
+        for command in new_commands(self.accounts.inbox, sent):
             self.obey(command)
 
     def obey(self, command: Command) -> None:
@@ -291,8 +291,11 @@ class Store(Life):
         for sample, epoch in report.accepted:
             accounts.accept(sample, epoch)
         for t in report.tokens:
-            if accounts.append(t.sample, t.epoch, t.start, t.length, t.version) is None:
+            taken = accounts.append(t.sample, t.epoch, t.start, t.length, t.version)
+            if taken is None:
                 accounts.cancelled.append((report.replica, report.incarnation, t.sample, t.epoch))
+            elif taken and not self._owns(report, t.sample):
+                raise ProtocolError(f"{report.replica} made tokens of {t.sample}, which it does not own")
         for sample, epoch in report.ended:
             if (s := accounts.sample(sample)) is not None:
                 accounts.finish(sample, epoch, s.length, "stop")
@@ -303,6 +306,10 @@ class Store(Life):
             assert owner[0] is not None
             self._post(owner[0], owner[1], [s for s in moved if (s.owner, s.incarnation) == owner])
         self._commit()
+
+    def _owns(self, report: Report, sample_id: SampleId) -> bool:
+        sample = self.accounts.sample(sample_id)
+        return sample is not None and (sample.owner, sample.incarnation) == (report.replica, report.incarnation)
 
     # ------------------------------------------------------------ scorer
 

@@ -157,7 +157,7 @@ class World:
             self.marks.append(self._mark(version.number))
         self.highest, self.published = version.number, version
         for relay in self.relays.values():
-            relay.from_trainer.send(lambda r=relay: r.receive(version))  # type: ignore[misc]
+            relay.from_trainer.send(lambda r=relay: r.offer(version))  # type: ignore[misc]
 
     def _mark(self, version: int) -> Mark:
         replicas = [*self.retired, *self.replicas.values()]
