@@ -23,7 +23,6 @@ from laminar.control.events import Beat, DriverEvent, Recovered, StoreEvents
 from laminar.run_folder import NODE, RunFolder
 from laminar.runtime.handles import ManagerHandle, RelayManagerHandle, ScoreHandle, StoreHandle
 from laminar.runtime.services import ManagerService, StoreService
-from laminar.timing import load_profile
 from laminar.types import Batch, ReplicaReply, ReplicaReport, ScoreReport, Settings, Trained, UnscoredGroup
 
 if TYPE_CHECKING:
@@ -161,8 +160,7 @@ class EmulatedReplicaActor(ReplicaActor):
     def engine(self, config: Config, versions: LocalVersions) -> Engine:
         from laminar.rollout.emulated_engine import EmulatedEngine
 
-        profile, time_scale = load_profile(config.simulation.profile), config.simulation.time_scale
-        return EmulatedEngine(profile, config.rollout, config.seed, versions, time_scale=time_scale)
+        return EmulatedEngine(config.profile, config.rollout, config.seed, versions)
 
 
 class TrainerActor(Actor):
@@ -194,7 +192,7 @@ class EmulatedTrainerActor(TrainerActor):
     def backend(self, config: Config) -> Backend:
         from laminar.trainer.emulated import EmulatedBackend
 
-        return EmulatedBackend(config, load_profile(config.simulation.profile))
+        return EmulatedBackend(config)
 
 
 class ScorerActor(Actor):
@@ -226,8 +224,7 @@ class EmulatedScorerActor(ScorerActor):
         from laminar.data.emulated import ConstantScorer
 
         stop = threading.Event()
-        reward_s = load_profile(config.simulation.profile).reward_s / config.simulation.time_scale
-        ConstantScorer(ScoreHandle(store.actor, stop), incarnation, reward_s).run(stop)
+        ConstantScorer(ScoreHandle(store.actor, stop), incarnation, config.profile.reward_s).run(stop)
 
 
 @dataclass(frozen=True, slots=True)
