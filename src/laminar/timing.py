@@ -22,6 +22,9 @@ from typing import Any
 
 from laminar.errors import ConfigError
 
+COALESCE_S = 0.02
+"""A replica reports a finished sample within this time, together with those that finish meanwhile."""
+
 PROFILES = Path(__file__).parent / "profiles"
 
 Quantiles = tuple[tuple[float, float], ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from laminar.timing import Profile
+from laminar.timing import COALESCE_S, Profile
 from laminar.types import Settings
 
 
@@ -12,7 +12,7 @@ from laminar.types import Settings
 class Delays:
     """Seconds that messages take, the wait for others to travel with included."""
 
-    coalesce_s: float = 0.02
+    coalesce_s: float = COALESCE_S
     """A replica reports what has ended within this time."""
     exchange_s: float = 0.005
     """Between the data store and a replica, the scorer or the trainer, and back."""
