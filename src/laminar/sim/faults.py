@@ -22,7 +22,18 @@ from laminar.types import SampleId, Settings, Version
 MAX_RESTARTS = 3
 LONGEST_RUN_S = 20_000.0
 BOUNDS = {"sync": 0, "one_step": 1, "stream": 1}
-ROUGH = Delays(coalesce_s=0.1, exchange_s=0.3, poll_s=0.3, beat_s=0.3, tick_s=1.0, stream_s=0.5, jitter=True, loss=0.15)
+ROUGH = Delays(
+    coalesce_s=0.1,
+    exchange_s=0.3,
+    poll_s=0.3,
+    beat_s=0.3,
+    tick_s=1.0,
+    news_s=0.5,
+    command_s=0.5,
+    stream_s=0.5,
+    jitter=True,
+    loss=0.15,
+)
 QUICK = Delays(coalesce_s=0.01, exchange_s=0.02, poll_s=0.02, beat_s=0.02, tick_s=0.5, stream_s=0.2, jitter=True)
 SLOW_SHARE, SLOW_STEP_S = 0.5, 0.5
 """A slow process is stopped for this share of each step."""

@@ -22,6 +22,10 @@ class Delays:
     """Between the manager and a replica, a relay or the trainer."""
     tick_s: float = 1.0
     """Between two ticks of the manager; each carries the beats that say nothing new."""
+    news_s: float = 0.0
+    """What comes for a replica that generates is heard with its next report, or within this time."""
+    command_s: float = 0.0
+    """A command for a replica that generates is heard within this time."""
     stream_s: float | None = None
     """How often replicas stream unfinished tokens; None: with the end of a sample, or when it is released."""
     jitter: bool = False

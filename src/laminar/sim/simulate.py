@@ -84,6 +84,10 @@ def plan_of(config: Config) -> Plan:
         spare_slots=config.spare_slots,
         # loads are looked at twice as often as repack does; without it, a tick only says that time passes
         delays=Delays(
-            coalesce_s=together_s, poll_s=together_s, tick_s=settings.repack_interval_s / 2 if looks else 10.0
+            coalesce_s=together_s,
+            poll_s=together_s,
+            tick_s=settings.repack_interval_s / 2 if looks else 10.0,
+            news_s=rollout.stream_interval_s,
+            command_s=config.faults.heartbeat_s,
         ),
     )
