@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 
 from laminar.errors import ConfigError
-from laminar.timing import PROFILES, Profile, keyed_uniform, load_profile, quantile
+from laminar.timing import PROFILES, RATES, SECONDS, Profile, keyed_uniform, load_profile, quantile
 
 NAMES = sorted(file.stem for file in PROFILES.glob("*.toml"))
 TOY = load_profile("toy")
@@ -61,6 +62,22 @@ def test_a_step_and_a_prefill_in_round_numbers() -> None:
     assert TOY.prefill_s(250) == pytest.approx(0.025)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_faster_profile_divides_every_time_and_nothing_else(name: str) -> None:
+    profile = replace(load_profile(name), tool_calls=1, tool_latency_quantiles=((0.0, 1.0), (1.0, 3.0)))
+    fast = profile.faster(40)
+
+    def times(p: Profile) -> list[float]:
+        training = p.train_step_s(10**6, 4, 8), p.publish_s(), p.broadcast_s(5), p.load_s(), p.switch_s
+        return [p.decode_step_s(3, 999), p.prefill_s(999), p.tool_latency_s(0, 1, 2, 3), p.reward_s, *training]
+
+    assert times(fast) == pytest.approx([seconds / 40 for seconds in times(profile)])
+    assert fast.response_length(0, 1, 2) == profile.response_length(0, 1, 2)
+    timeless = {f.name for f in fields(Profile)} - {*SECONDS, *RATES, "tool_latency_quantiles"}
+    assert [getattr(fast, f) for f in timeless] == [getattr(profile, f) for f in timeless]
+    assert not [f for f in timeless if re.search(r"_s(_|$)", f)]
+
+
 # ---------------------------------------------------------------- trainer and weights
 
 # Train GPUs and thousands of tokens a second of Laminar (table 2, figure 11); 512 x 16 samples, 16 mini-batches.
@@ -81,6 +98,7 @@ def test_iterations_last_what_figure_11_says(name: str) -> None:
 
 def test_a_training_step_in_round_numbers() -> None:
     assert TOY.train_step_s(tokens=10_000, mini_batches=4, gpus=5) == pytest.approx(0.5 + 4 * 0.1 + 2.0)
+    assert TOY.train_step_s(tokens=10_000, mini_batches=4, gpus=5, first=False) == pytest.approx(4 * 0.1 + 2.0)
 
 
 # Seconds by machines: figure 18.

@@ -19,6 +19,7 @@ from laminar import config_emulated
 from laminar.config_help import accepts_none, explain, shown, unsupported
 from laminar.config_source import parse_override, read_toml, set_key, with_absolute_paths
 from laminar.errors import ConfigError, UserError
+from laminar.timing import Profile, load_profile
 from laminar.types import TRAINER_SLOTS, Settings
 
 Dtype = Literal["fp32", "bf16"]
@@ -278,6 +279,16 @@ class Config(_Section):
         return self.rollout.engine == "emulated"
 
     @property
+    def profile(self) -> Profile:
+        """Only of emulated runs, like the next one: `simulation.profile`, in seconds of the run."""
+        return load_profile(self.simulation.profile).faster(self.simulation.time_scale)
+
+    @property
+    def train_gpus(self) -> int:
+        assert self.train.gpus is not None
+        return self.train.gpus
+
+    @property
     def model_path(self) -> Path:
         """Only of runs that are not emulated, like the next two."""
         assert self.model.path is not None
@@ -292,12 +303,6 @@ class Config(_Section):
     def reward_functions(self) -> list[str]:
         assert self.reward.functions is not None
         return self.reward.functions
-
-    @property
-    def train_gpus(self) -> int:
-        """Only of emulated runs."""
-        assert self.train.gpus is not None
-        return self.train.gpus
 
     @property
     def staleness_bound(self) -> int | None:

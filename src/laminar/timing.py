@@ -11,7 +11,7 @@ import tomllib
 from bisect import bisect_right
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import log2
@@ -21,6 +21,9 @@ from struct import pack
 from typing import Any
 
 from laminar.errors import ConfigError
+
+COALESCE_S = 0.02
+"""A replica reports a finished sample within this time, together with those that finish meanwhile."""
 
 PROFILES = Path(__file__).parent / "profiles"
 
@@ -110,6 +113,13 @@ class Profile:
             got=text if len(text) <= 80 else text[:77] + "...",
         )
 
+    def faster(self, times: float) -> Profile:
+        """The same in another measure of time: what took `times` seconds takes one."""
+        seconds: dict[str, Any] = {name: getattr(self, name) / times for name in SECONDS}
+        rates: dict[str, Any] = {name: getattr(self, name) * times for name in RATES}
+        latencies = tuple((p, seconds / times) for p, seconds in self.tool_latency_quantiles)
+        return replace(self, **seconds, **rates, tool_latency_quantiles=latencies)
+
     # ------------------------------------------------------------ generation
 
     def decode_step_s(self, running: int, kv_tokens: float) -> float:
@@ -138,9 +148,12 @@ class Profile:
 
     # ------------------------------------------------------------ training and weights
 
-    def train_step_s(self, tokens: int, mini_batches: int, gpus: int) -> float:
-        """One iteration on a batch of `tokens` (prompts and responses), publishing apart."""
-        fixed = self.train_s_per_iteration + mini_batches * self.train_s_per_mini_batch
+    def train_step_s(self, tokens: int, mini_batches: int, gpus: int, first: bool = True) -> float:
+        """One iteration on a batch of `tokens` (prompts and responses), publishing apart; or a part of one.
+
+        Only the `first` part pays what is paid once an iteration.
+        """
+        fixed = self.train_s_per_iteration * first + mini_batches * self.train_s_per_mini_batch
         return fixed + tokens / (self.train_tokens_per_s_per_gpu * gpus)
 
     def publish_s(self) -> float:
@@ -157,6 +170,15 @@ class Profile:
     def load_s(self) -> float:
         """A replica loads a version that the relay of its machine holds."""
         return self.load_weights_s
+
+
+SECONDS = (
+    "step_s", "step_s_per_sequence", "step_s_per_kv_token", "reward_s", "train_s_per_mini_batch",
+    "train_s_per_iteration", "publish_stall_s", "broadcast_s_per_gb", "broadcast_s_per_gb_per_doubling",
+    "load_weights_s", "switch_s",
+)  # fmt: skip
+RATES = ("prefill_tokens_per_s", "train_tokens_per_s_per_gpu")
+"""Fields of a profile by what they count; the others know no time, or hold quantiles of it."""
 
 
 @lru_cache(maxsize=4096)

@@ -122,7 +122,7 @@ def test_a_trainer_that_can_not_be_mended_fails_the_run() -> None:
         Replace("trainer", "trainer", 2, "boom")
     ]
     assert some(scene.handle(ProcessEnded("trainer", "trainer", 2, "boom")), EndRun) == [
-        EndRun("failed", "trainer trainer died: boom, 1 restarts did not help")
+        EndRun("failed", "trainer died: boom, 1 restarts did not help")
     ]
 
 

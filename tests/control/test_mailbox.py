@@ -12,15 +12,15 @@ def sent(term: int, *commands: Command) -> list[Numbered]:
     box = Mailbox(term)
     for command in commands:
         box.put(command)
-    return box.after(0)
+    return box.after(Inbox())
 
 
 def test_commands_are_sent_until_acknowledged() -> None:
     box = Mailbox(3)
     for command in (A, B, C):
         box.put(command)
-    assert box.after(0) == [Numbered(3, 1, A), Numbered(3, 2, B), Numbered(3, 3, C)]
-    assert box.after(2) == [Numbered(3, 3, C)] == box.after(0), "what was acknowledged is gone for good"
+    assert box.after(Inbox()) == [Numbered(3, 1, A), Numbered(3, 2, B), Numbered(3, 3, C)]
+    assert box.after(Inbox(3, 2)) == [Numbered(3, 3, C)] == box.after(Inbox()), "what was acknowledged is gone for good"
 
 
 def test_each_is_carried_out_once() -> None:

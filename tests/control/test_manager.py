@@ -68,9 +68,9 @@ def test_completion_waits_for_evaluations() -> None:
         (ProcessEnded("replica", "r0", 1, "EngineError: no memory"), "replica r0 died: EngineError: no memory"),
         (
             ProcessEnded("trainer", "trainer", 1, "its process was killed"),
-            "trainer trainer died: its process was killed",
+            "trainer died: its process was killed",
         ),
-        (ProcessEnded("relay", "relay", 1, None), "relay relay ended before the run did"),
+        (ProcessEnded("relay", "relay", 1, None), "relay ended before the run did"),
     ],
 )
 def test_a_death_fails_the_run(event: ProcessEnded, message: str) -> None:

@@ -108,6 +108,15 @@ def test_no_move(why: str) -> None:
     assert some(look(scene), Move) == []
 
 
+def test_a_load_that_is_older_than_the_news_of_an_end_hinders_no_move() -> None:
+    """A replica with fewer samples left than it last said is no less in its tail."""
+    scene = tail({"r0": 10, "r1": 20})
+    for name in ("r0", "r1"):
+        load = Load(10, 100, 2, 0)
+        scene.handle(ReplicaBeat(name, 1, "generating", v(0), 9, load, "n"))
+    assert some(look(scene), Move)
+
+
 def test_no_more_are_freed_than_there_is_work_for() -> None:
     """Quota of 4 groups, 3 live: one replica's worth of new work."""
     scene = tail({"r0": 10, "r1": 20, "r2": 30}, max_outstanding_groups=4)

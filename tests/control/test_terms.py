@@ -176,7 +176,9 @@ def test_the_run_completes_though_the_trainer_was_never_heard() -> None:
 def replaced(
     ended: Sequence[str], settings: Settings, *changes: ProcessSeen
 ) -> tuple[list[Any], tuple[ProcessSeen, ...]]:
-    return without_manager(settings, seen(*changes), [ProcessEnded(role, role, 1, "boom") for role in ended])
+    endings = [ProcessEnded(role, role, 1, "boom") for role in ended]
+    commands, known, _ = without_manager(settings, seen(*changes), endings)
+    return commands, known
 
 
 def test_the_driver_replaces_the_manager_by_the_rule_for_all() -> None:
@@ -196,7 +198,7 @@ def test_a_manager_that_dies_too_often_ends_the_run(deaths: tuple[int, ...]) -> 
     settings = make_settings(**(RULES | {"max_restarts": 2 if deaths else 0}))
     commands, _ = replaced(["manager"], settings, ProcessSeen("manager", "manager", 1, "starting", deaths))
     (end,) = commands
-    assert isinstance(end, EndRun) and end.outcome == "failed" and end.message.startswith("manager manager died: boom")
+    assert isinstance(end, EndRun) and end.outcome == "failed" and end.message.startswith("manager died: boom")
 
 
 # ---------------------------------------------------------------- the data store's side

@@ -54,7 +54,7 @@ def ref(number: int) -> SlotRef:
 def make(clock: Clock | None = None, *, time_scale: float = 1.0, **rollout: int) -> EmulatedEngine:
     config = RolloutConfig(**{"max_num_seqs": 8} | rollout)
     clocks = {} if clock is None else {"clock": clock}
-    engine = EmulatedEngine(EVEN, config, 0, Shelf(), time_scale=time_scale, **clocks)
+    engine = EmulatedEngine(EVEN.faster(time_scale), config, 0, Shelf(), **clocks)
     engine.load_weights(ref(0))
     return engine
 

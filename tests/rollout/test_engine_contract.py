@@ -60,7 +60,7 @@ def subject(request: pytest.FixtureRequest, make_bench: Callable[[str], Bench]) 
         bench = make_bench("llama tied grouped")
         engine = bench.engine(load=False, kv_tokens=KV_TOKENS, max_num_seqs=3)
         return Subject(engine, lambda number: bench.source.write(number, published(bench.model)))
-    emulated = EmulatedEngine(load_profile("toy"), config, 0, Shelf(), time_scale=1e5)
+    emulated = EmulatedEngine(load_profile("toy").faster(1e5), config, 0, Shelf())
     return Subject(emulated, lambda number: SlotRef("slot", Version(0, number), f"{number}", "fp32"))
 
 

@@ -134,7 +134,7 @@ def test_stop_reaches_those_who_have_spoken_and_those_who_speak_later(manager: M
         for beat in (replica(None), replica(None, "r1"), relay(), TrainerBeat(1, None, 0, "starting")):
             (numbered,) = await manager.beat(beat, NOTHING, 0.0)
             assert isinstance(numbered.command, Stop)
-        (numbered,) = await manager.store_poll(StoreEvents(0, ()), NOTHING, 0.0)
+        (numbered,) = await manager.store_poll(1, StoreEvents(0, ()), NOTHING, 0.0)
         assert isinstance(numbered.command, Stop)
 
     run(body())
@@ -222,7 +222,7 @@ def test_events_travel_in_batches_and_commands_come_back_once(store: StoreServic
     told: list[StoreEvents] = []
     commands = [Numbered(1, 1, Issue("r0", 1, V0, 1, "train", "")), Numbered(1, 2, Issue("r0", 1, V0, 1, "train", ""))]
 
-    async def poll(events: StoreEvents, acked: Inbox, wait_s: float) -> list[Numbered]:
+    async def poll(incarnation: int, events: StoreEvents, acked: Inbox, wait_s: float) -> list[Numbered]:
         if events.events:
             told.append(events)
         await asyncio.sleep(0)
@@ -232,7 +232,7 @@ def test_events_travel_in_batches_and_commands_come_back_once(store: StoreServic
             else [*commands, Numbered(1, 3, Stop("datastore", "*", ""))]
         )
 
-    run(store.run(poll))
+    run(store.run(1, poll))
     assert store.store.accounts.cursor == 2
     assert [t.last for t in told] == sorted({t.last for t in told})
     assert sum(len(t.events) for t in told) == told[-1].last == 2
@@ -241,7 +241,7 @@ def test_events_travel_in_batches_and_commands_come_back_once(store: StoreServic
 def test_what_comes_after_the_stop_is_still_taken_in(store: StoreService) -> None:
     """Fault 10: a trainer in mid-step and a replica in mid-report end in order when the run is stopped."""
 
-    async def poll(events: StoreEvents, acked: Inbox, wait_s: float) -> list[Numbered]:
+    async def poll(incarnation: int, events: StoreEvents, acked: Inbox, wait_s: float) -> list[Numbered]:
         return [Numbered(1, 1, Stop("datastore", "*", ""))]
 
     async def body() -> None:
@@ -254,7 +254,7 @@ def test_what_comes_after_the_stop_is_still_taken_in(store: StoreService) -> Non
             asyncio.create_task(store.exchange_scores(ScoreReport(1, want=1), WITHIN_S)),
         ]
         await asyncio.sleep(0)
-        await store.run(poll)
+        await store.run(1, poll)
         batch, reply, scores = await asyncio.gather(*waiting)
         assert batch == (None, False) and reply.work == () and scores == ([], True)
         await store.trained(Trained(0, V1, 0))
@@ -277,7 +277,7 @@ def test_a_store_and_a_manager_together(tmp_path: Path) -> None:
     async def body() -> None:
         for role, id_ in (("trainer", "trainer"), ("relay", "relay"), ("replica", "r0")):
             manager.handle(ProcessStarted(role, id_, 1))
-        running = asyncio.create_task(service.run(manager.store_poll))
+        running = asyncio.create_task(service.run(1, manager.store_poll))
         beats: list[Beat] = [replica(None), TrainerBeat(1, V0, 0, "training"), relay(V0), replica(V0)]
         for beat in beats:
             await manager.beat(beat, NOTHING, 0.0)

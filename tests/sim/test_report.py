@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,12 @@ def test_configs_scale_by_gpus(name: str, gpus: int) -> None:
     assert plan.replicas == gpus * 3 // 4 // plan.profile.gpus_per_replica
     shared = plan_of(load(path, [f"gpus={gpus}", "schedule=sync", "simulation.colocated=true"]))
     assert (shared.train_gpus, shared.replicas) == (gpus, gpus // shared.profile.gpus_per_replica)
+
+
+def test_time_runs_faster_by_the_scale_of_the_config() -> None:
+    """The profile's times alone, as in a real run: what messages take, and how often repack looks, stays."""
+    plain, fast = plan_of(load(TOY)), plan_of(load(TOY, ["simulation.time_scale=20"]))
+    assert fast == replace(plain, profile=plain.profile.faster(20))
 
 
 def test_a_small_run_of_a_large_profile() -> None:

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from laminar.control.commands import Pull
 from laminar.control.ledger import TERMINAL
 from laminar.errors import RunFailed
 from laminar.sim.plan import Chances, Delays, Plan
 from laminar.sim.report import report
 from laminar.sim.world import World
+from laminar.types import Version
 from tests.sim.plans import (
     AT_ONCE,
     EQUAL,
@@ -110,6 +112,24 @@ def test_reported_rates_are_those_of_the_closed_form() -> None:
     assert found.trainer_busy_fraction == pytest.approx(training_s() / parts)
     held = B * SIZE * (EQUAL.prompt_tokens + LENGTH / 2)
     assert found.kv_utilization_mean == pytest.approx(held * generation_s() / parts / EQUAL.kv_tokens, rel=0.02)
+
+
+@pytest.mark.parametrize("schedule", ["laminar", "partial"])
+def test_a_replica_that_generates_hears_of_news_when_it_next_asks(schedule: str) -> None:
+    delays = replace(AT_ONCE, news_s=0.37, command_s=0.2)
+    world = World(by_hand(schedule, delays=delays))
+    replica = world.replicas["replica-0"]
+    while not replica.decoder.num_running:
+        world.kernel.step()
+    told, held = world.kernel.now, next(iter(replica.held.values()))
+    replica.release([(held.work.sample, held.work.epoch)])
+    replica.obey(Pull(replica.id, replica.incarnation, Version(0, 0), "now", interrupt=True))
+    while replica.beat().state != "loading":
+        world.kernel.step()
+    assert told < world.kernel.now <= told + delays.command_s
+    while not held.ended:
+        world.kernel.step()
+    assert told < world.kernel.now <= told + delays.news_s
 
 
 # ---------------------------------------------------------------- in all of them

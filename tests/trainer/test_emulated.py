@@ -79,7 +79,7 @@ def config() -> Config:
 
 
 def run(config: Config, world: World, folder: Path) -> dict[Version, str]:
-    backend = EmulatedBackend(config, load_profile("toy"))
+    backend = EmulatedBackend(config)
     assert TrainerLoop(config, backend, world, world, world, folder).run()
     return world.recorded
 
@@ -113,7 +113,7 @@ def test_other_cuts_give_other_weights(config: Config, make_batch: MakeBatch, tm
 
 
 def test_an_empty_batch_changes_nothing(config: Config, make_batch: MakeBatch) -> None:
-    backend = EmulatedBackend(config, load_profile("toy"))
+    backend = EmulatedBackend(config)
     before = {name: array.tobytes() for name, array in backend.weights()}
     statistics = backend.train(make_batch(0, groups=()))
     assert {name: array.tobytes() for name, array in backend.weights()} == before
@@ -124,7 +124,7 @@ def test_statistics_have_the_names_and_rewards_of_a_real_step(
     config: Config, make_config: Callable[..., Config], make_batch: MakeBatch
 ) -> None:
     batch, real = make_batch(0), make_config()
-    emulated = EmulatedBackend(config, load_profile("toy")).train(batch)
+    emulated = EmulatedBackend(config).train(batch)
     trained = train_batch(TrainState.create(real), batch, real)
     assert emulated.keys() == trained.keys()
     for name in ("reward_mean", "reward_std", "zero_variance_fraction", "truncated_fraction"):
@@ -137,16 +137,30 @@ def test_a_step_lasts_what_the_profile_says(
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
     profile, batch = load_profile("toy"), make_batch(0)
-    EmulatedBackend(config, profile).train(batch)
+    EmulatedBackend(config).train(batch)
     tokens = sum(batch.prompt_lengths) + sum(batch.response_lengths)
     expected = profile.train_step_s(tokens, mini_batches=4, gpus=config.train_gpus) + profile.publish_s()
     assert slept == [pytest.approx(expected / 1e6)]
 
 
+def test_the_parts_of_a_batch_last_as_long_as_the_whole(
+    config: Config, make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    backend, part = EmulatedBackend(config), make_batch(0)
+    for number in range(4):
+        backend.train(replace(part, part=number, num_parts=4))
+    tokens = 4 * (sum(part.prompt_lengths) + sum(part.response_lengths))
+    profile = config.profile
+    assert sum(slept) == pytest.approx(profile.train_step_s(tokens, 4, config.train_gpus) + profile.publish_s())
+    assert slept[1] == slept[2] < min(slept[0], slept[3])
+
+
 @pytest.mark.parametrize(("dtype", "itemsize"), [("fp32", 4), ("bf16", 2)])
 def test_weights_have_the_published_form(config: Config, dtype: str, itemsize: int) -> None:
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"dtype": dtype})})
-    weights = dict(EmulatedBackend(config, load_profile("toy")).weights())
+    weights = dict(EmulatedBackend(config).weights())
     assert {array.itemsize for array in weights.values()} == {itemsize}
     assert 1e6 < sum(array.nbytes for array in weights.values()) < 1e7
     assert len({array.tobytes() for array in weights.values()}) == len(weights)
@@ -155,7 +169,7 @@ def test_weights_have_the_published_form(config: Config, dtype: str, itemsize: i
 def test_a_checkpoint_holds_the_weights_for_others_to_read(
     config: Config, make_batch: MakeBatch, tmp_path: Path
 ) -> None:
-    backend = EmulatedBackend(config, load_profile("toy"))
+    backend = EmulatedBackend(config)
     backend.train(make_batch(0))
     backend.version = Version(0, 1)
     backend.save(tmp_path)

@@ -53,7 +53,27 @@ class TrainerBeat:
     """`starting`, `replaying`, `waiting`, `training`, `done`"""
 
 
-Beat = ReplicaBeat | RelayBeat | TrainerBeat
+@dataclass(frozen=True, slots=True)
+class StoreBeat:
+    """The data store has asked for commands."""
+
+    incarnation: int
+
+
+Beat = ReplicaBeat | RelayBeat | TrainerBeat | StoreBeat
+
+
+def sender_of(beat: Beat) -> tuple[str, str]:
+    """(role, id)"""
+    match beat:
+        case ReplicaBeat():
+            return "replica", beat.replica
+        case RelayBeat():
+            return "relay", beat.relay
+        case StoreBeat():
+            return "datastore", "datastore"
+        case TrainerBeat():
+            return "trainer", "trainer"
 
 
 @dataclass(frozen=True, slots=True)

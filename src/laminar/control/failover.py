@@ -26,7 +26,7 @@ def died(state: State, process: Process, cause: str, is_final: bool = False) -> 
     process.state = ledger.step(ledger.PROCESS, process.state, "death", key)
     deaths = state.deaths.setdefault(key, [])
     deaths.append(state.trained)
-    line = f"{process.role} {process.id} died: {cause}"
+    line = f"{process.name} died: {cause}"
     if settings.max_restarts == 0 or is_final:
         state.fatal = state.fatal or line
         return

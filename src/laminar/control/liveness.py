@@ -51,6 +51,6 @@ def judge(now: float, processes: Iterable[Process], settings: Settings) -> list[
         elif process.role == "replica" and stuck > settings.dead_after_s:
             verdicts.append(Verdict(process, "dead", f"its engine has not moved for {stuck:.1f} s though it has work"))
         elif process.state == "alive" and silent > settings.suspect_after_s:
-            process.state = ledger.step(ledger.PROCESS, process.state, "silence", f"{process.role} {process.id}")
+            process.state = ledger.step(ledger.PROCESS, process.state, "silence", process.name)
             verdicts.append(Verdict(process, "suspect", f"silent for {silent:.1f} s"))
     return verdicts

@@ -22,6 +22,7 @@ from laminar.control.events import (
     ReplicaBeat,
     ScaleRequested,
     StopRequested,
+    StoreBeat,
     StoreEvents,
     Tick,
     TrainerBeat,
@@ -77,7 +78,7 @@ class Manager:
     def _apply(self, now: float, event: Event) -> Iterator[Command]:
         state = self.state
         match event:
-            case ReplicaBeat() | RelayBeat() | TrainerBeat():
+            case ReplicaBeat() | RelayBeat() | TrainerBeat() | StoreBeat():
                 self._beat(now, event)
             case Tick():
                 lost = liveness.lost_time(now - self.last_tick)
@@ -115,6 +116,8 @@ class Manager:
         match beat:
             case ReplicaBeat():
                 self.state.replica_beat(now, beat)
+            case StoreBeat():
+                self.state.heard(now, "datastore", "datastore", beat.incarnation)
             case RelayBeat():
                 self.state.relay_beat(now, beat)
                 self.state.notes += beat.problems
@@ -133,11 +136,11 @@ class Manager:
         if event.cause is not None:
             yield from failover.died(self.state, process, event.cause, event.is_final)
             return
-        process.state = ledger.step(ledger.PROCESS, process.state, "stop", f"{event.role} {event.id}")
+        process.state = ledger.step(ledger.PROCESS, process.state, "stop", process.name)
         if event.role == "trainer":
             self.state.trainer_ended()
         else:
-            self.state.fatal = self.state.fatal or f"{event.role} {event.id} ended before the run did"
+            self.state.fatal = self.state.fatal or f"{process.name} ended before the run did"
 
     # ------------------------------------------------------------ the end
 
@@ -145,7 +148,7 @@ class Manager:
         """Who is silent, and whether the run goes on at all. Only in a tick: it knows how long the manager was away."""
         state = self.state
         for verdict in liveness.judge(now, state.processes.values(), self.settings):
-            line = f"{verdict.process.role} {verdict.process.id} is {verdict.state}: {verdict.reason}"
+            line = f"{verdict.process.name} is {verdict.state}: {verdict.reason}"
             state.notes.append(line)
             if verdict.state == "dead":
                 yield from failover.died(state, verdict.process, verdict.reason)
@@ -269,7 +272,7 @@ def is_news(last: Beat | None, beat: Beat) -> bool:
             )
         case RelayBeat():
             return not isinstance(last, RelayBeat) or last.whole != beat.whole or bool(beat.problems)
-        case TrainerBeat():
+        case TrainerBeat() | StoreBeat():
             return last != beat
 
 

@@ -116,7 +116,7 @@ def _load(state: State, replica: Replica, newest: Version) -> ReplicaLoad:
         kv_capacity=max(1, load.kv_capacity),
         num_running=load.num_running,
         num_waiting=load.num_waiting,
-        admitting=fresh or replica.activity == "granted" or len(replica.unfinished) != load.num_running,
+        admitting=fresh or replica.activity == "granted" or len(replica.unfinished) > load.num_running,
     )
 
 

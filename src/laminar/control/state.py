@@ -52,6 +52,11 @@ class Process:
     """When its step counter last changed, or it last had nothing to do."""
     step: int = 0
 
+    @property
+    def name(self) -> str:
+        """For the user: an id mostly says its role."""
+        return self.id if self.id.startswith(self.role) else f"{self.role} {self.id}"
+
 
 @dataclass(slots=True)
 class Replica:

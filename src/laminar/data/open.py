@@ -14,7 +14,6 @@ from laminar.data.samplers import SAMPLERS
 from laminar.data.store import DataStore
 from laminar.errors import StorageError
 from laminar.run_folder import RunFolder
-from laminar.timing import load_profile
 from laminar.types import Settings
 
 
@@ -28,7 +27,7 @@ def open_store(
     _lock(folder.lock)
     order = SAMPLERS[config.data.sampler]
     if config.emulated:
-        prompts = EmulatedPrompts(load_profile(config.simulation.profile).prompt_tokens)
+        prompts = EmulatedPrompts(config.profile.prompt_tokens)
         return DataStore(folder.path, settings, prompts, None, order, clock, anew)
     tokenizer = load_tokenizer(config.model_path)
     model_config = json.loads((config.model_path / "config.json").read_text(encoding="utf-8"))

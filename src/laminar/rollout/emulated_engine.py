@@ -50,8 +50,6 @@ class EmulatedEngine:
         config: RolloutConfig,
         seed: int,
         source: WeightSource,
-        *,
-        time_scale: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
@@ -60,12 +58,10 @@ class EmulatedEngine:
             config: `kv_tokens` (else the profile's) and `max_num_seqs`
             seed: of the run
             source: of the versions
-            time_scale: the profile's seconds that pass in one real second
             clock: real seconds
         """
         self._profile, self._seed, self._source = profile, seed, source
-        self._time_scale, self._clock = time_scale, clock
-        self._origin = clock()
+        self._clock, self._origin = clock, clock()
         self._decoder = FluidDecoder(profile, config.kv_tokens, config.max_num_seqs)
         self._jobs: dict[SampleId, _Job] = {}
         self._ended: list[Progress] = []
@@ -158,14 +154,14 @@ class EmulatedEngine:
 
     def _advance(self) -> None:
         """Bring the decoder to this moment."""
-        for sample in self._decoder.advance((self._clock() - self._origin) * self._time_scale):
+        for sample in self._decoder.advance(self._clock() - self._origin):
             job = self._jobs.pop(sample)
             self._ended.append(self._progress(sample, job, job.length, job.reason))
 
     def _next_event_s(self, now: float) -> float:
         """Real seconds until the decoder has to be looked at; without end if nothing runs."""
         at = self._decoder.next_event()
-        return float("inf") if at is None else self._origin + at / self._time_scale - now
+        return float("inf") if at is None else self._origin + at - now
 
     def _everything(self, now: float) -> list[Progress]:
         self._interrupted, self._given_out_at = False, now
@@ -191,7 +187,7 @@ class EmulatedEngine:
         with self._source.lease(ref) as lease:
             self._loaded = None
             golden = np.array(lease.golden, dtype=np.float32)
-            time.sleep(self._profile.load_s() / self._time_scale)
+            time.sleep(self._profile.load_s())
         self._golden, self._loaded = golden, ref
 
     def golden(self) -> FloatArray:

@@ -25,6 +25,7 @@ from laminar.control.events import ReplicaBeat
 from laminar.control.mailbox import Inbox
 from laminar.errors import EngineError, ProtocolError, VersionGone, WeightsError
 from laminar.rollout.engine import Engine, FloatArray, Progress, Request, TokenArray
+from laminar.timing import COALESCE_S
 from laminar.types import (
     Chunk,
     Failure,
@@ -38,9 +39,6 @@ from laminar.types import (
     Version,
     Work,
 )
-
-COALESCE_S = 0.02
-"""A finished sample is reported within this time, together with those that finish meanwhile."""
 
 
 class Store(Protocol):

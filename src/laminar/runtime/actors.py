@@ -24,7 +24,6 @@ from laminar.control.mailbox import Inbox
 from laminar.run_folder import NODE, RunFolder
 from laminar.runtime.handles import ManagerHandle, RelayManagerHandle, ScoreHandle, StoreHandle
 from laminar.runtime.services import ManagerService, StoreService
-from laminar.timing import load_profile
 from laminar.types import Batch, ReplicaReply, ReplicaReport, ScoreReport, Settings, Trained, UnscoredGroup
 
 if TYPE_CHECKING:
@@ -93,8 +92,8 @@ class ManagerActor(Actor):
     async def beat(self, beat: Beat, acked: Inbox, wait_s: float) -> list[Numbered]:
         return await (await self.service()).beat(beat, acked, wait_s)
 
-    async def store_poll(self, events: StoreEvents, acked: Inbox, wait_s: float) -> list[Numbered]:
-        return await (await self.service()).store_poll(events, acked, wait_s)
+    async def store_poll(self, incarnation: int, events: StoreEvents, acked: Inbox, wait_s: float) -> list[Numbered]:
+        return await (await self.service()).store_poll(incarnation, events, acked, wait_s)
 
     async def driver_poll(self, events: tuple[DriverEvent, ...], acked: Inbox, wait_s: float) -> Any:
         return await (await self.service()).driver_poll(events, acked, wait_s)
@@ -126,7 +125,7 @@ class StoreActor(Actor):
         """Work for the manager; a store that replaces another one opens itself."""
         if not self._opened.is_set():
             await self.open(config, settings, origin, anew=False)
-        await (await self.service()).run(manager.store_poll)
+        await (await self.service()).run(incarnation, manager.store_poll)
 
     async def begin_term(self) -> Recovered:
         return (await self.service()).store.begin_term()
@@ -184,8 +183,7 @@ class EmulatedReplicaActor(ReplicaActor):
     def engine(self, config: Config, versions: LocalVersions) -> Engine:
         from laminar.rollout.emulated_engine import EmulatedEngine
 
-        profile, time_scale = load_profile(config.simulation.profile), config.simulation.time_scale
-        return EmulatedEngine(profile, config.rollout, config.seed, versions, time_scale=time_scale)
+        return EmulatedEngine(config.profile, config.rollout, config.seed, versions)
 
 
 class TrainerActor(Actor):
@@ -217,7 +215,7 @@ class EmulatedTrainerActor(TrainerActor):
     def backend(self, config: Config) -> Backend:
         from laminar.trainer.emulated import EmulatedBackend
 
-        return EmulatedBackend(config, load_profile(config.simulation.profile))
+        return EmulatedBackend(config)
 
 
 class ScorerActor(Actor):
@@ -249,8 +247,7 @@ class EmulatedScorerActor(ScorerActor):
         from laminar.data.emulated import ConstantScorer
 
         stop = threading.Event()
-        reward_s = load_profile(config.simulation.profile).reward_s / config.simulation.time_scale
-        ConstantScorer(ScoreHandle(store, stop), incarnation, reward_s).run(stop)
+        ConstantScorer(ScoreHandle(store, stop), incarnation, config.profile.reward_s).run(stop)
 
 
 def kinds_of(config: Config) -> dict[str, tuple[Any, ...]]:

@@ -69,8 +69,8 @@ class ManagerHandle(_Peer):
         reply: list[Numbered] = self.call("beat", beat, acked, wait_s)
         return reply
 
-    async def store_poll(self, events: StoreEvents, acked: Inbox, wait_s: float) -> list[Numbered]:
-        reply: list[Numbered] = await self.call_async("store_poll", events, acked, wait_s)
+    async def store_poll(self, incarnation: int, events: StoreEvents, acked: Inbox, wait_s: float) -> list[Numbered]:
+        reply: list[Numbered] = await self.call_async("store_poll", incarnation, events, acked, wait_s)
         return reply
 
     def driver_poll(self, events: Sequence[DriverEvent], acked: Inbox, wait_s: float) -> Any:

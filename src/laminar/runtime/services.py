@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from laminar import __version__
@@ -22,10 +23,10 @@ from laminar.control.events import (
     Event,
     ProcessSeen,
     Recovered,
-    RelayBeat,
-    ReplicaBeat,
+    StoreBeat,
     StoreEvents,
     Tick,
+    sender_of,
 )
 from laminar.control.mailbox import Inbox, Mailbox
 from laminar.control.manager import Manager, Record, is_news
@@ -142,13 +143,11 @@ class ManagerService:
             await box.pulse.wait(wait_s)
         return box.after(acked)
 
-    async def store_poll(self, events: StoreEvents, acked: Inbox, wait_s: float) -> list[Numbered]:
-        box = self._box(("datastore", "datastore"))
+    async def store_poll(self, incarnation: int, events: StoreEvents, acked: Inbox, wait_s: float) -> list[Numbered]:
+        """Rows of the outbox; the answer is that of `beat`."""
         if events.events and events.last > self.manager.state.outbox:
             self.handle(events)
-        if not box.after(acked) and wait_s > 0:
-            await box.pulse.wait(wait_s)
-        return box.after(acked)
+        return await self.beat(StoreBeat(incarnation), acked, wait_s)
 
     async def driver_poll(
         self, events: Sequence[DriverEvent], acked: Inbox, wait_s: float
@@ -184,17 +183,8 @@ class ManagerService:
             await asyncio.sleep(TICK_S)
 
 
-def sender_of(beat: Beat) -> Sender:
-    match beat:
-        case ReplicaBeat():
-            return "replica", beat.replica
-        case RelayBeat():
-            return "relay", beat.relay
-        case _:
-            return "trainer", "trainer"
-
-
-ManagerPoll = Callable[[StoreEvents, Inbox, float], Awaitable[list[Numbered]]]
+ManagerPoll = Callable[[int, StoreEvents, Inbox, float], Awaitable[list[Numbered]]]
+Poll = Callable[[StoreEvents, Inbox, float], Awaitable[list[Numbered]]]
 
 
 class StoreService:
@@ -251,18 +241,19 @@ class StoreService:
         self.store.trained(report)
         self._changed()
 
-    async def run(self, poll: ManagerPoll) -> None:
+    async def run(self, incarnation: int, poll: ManagerPoll) -> None:
         """Carry events to the manager and its commands into the store, until told to stop.
 
         The store stays open after it: others may still be on their way to say what they have done.
         """
-        await asyncio.gather(self._tell(poll), self._listen(poll))
+        poll_as_this = partial(poll, incarnation)
+        await asyncio.gather(self._tell(poll_as_this), self._listen(poll_as_this))
 
-    async def _listen(self, poll: ManagerPoll) -> None:
+    async def _listen(self, poll: Poll) -> None:
         while not self.stopping:
             self._obey(await poll(StoreEvents(0, ()), self.store.acked, TICK_S))
 
-    async def _tell(self, poll: ManagerPoll) -> None:
+    async def _tell(self, poll: Poll) -> None:
         told = 0
         while not self.stopping:
             events = self.store.events(told)

@@ -24,7 +24,18 @@ ON_ITS_WAY_S = 1.0
 """Longer than a message takes, all attempts counted."""
 LONGEST_RUN_S = 20_000.0
 BOUNDS = {"sync": 0, "one_step": 1, "stream": 1}
-ROUGH = Delays(coalesce_s=0.1, exchange_s=0.3, poll_s=0.3, beat_s=0.3, tick_s=1.0, stream_s=0.5, jitter=True, loss=0.15)
+ROUGH = Delays(
+    coalesce_s=0.1,
+    exchange_s=0.3,
+    poll_s=0.3,
+    beat_s=0.3,
+    tick_s=1.0,
+    news_s=0.5,
+    command_s=0.5,
+    stream_s=0.5,
+    jitter=True,
+    loss=0.15,
+)
 QUICK = Delays(coalesce_s=0.01, exchange_s=0.02, poll_s=0.02, beat_s=0.02, tick_s=0.5, stream_s=0.2, jitter=True)
 SLOW_LINKS = replace(
     load_profile("toy"),

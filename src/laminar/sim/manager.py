@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from laminar.control.commands import Command, EndRun, Numbered, Remove, Replace, Stop, address
-from laminar.control.events import Beat, Event, Recovered, RelayBeat, ReplicaBeat, Tick
+from laminar.control.events import Beat, Event, Recovered, Tick, sender_of
 from laminar.control.mailbox import Inbox, Mailbox
 from laminar.control.manager import Manager, Record, is_news
 from laminar.sim.kernel import TICK
@@ -55,7 +55,7 @@ class ManagerProcess(Life):
 
     def beat(self, beat: Beat) -> None:
         """A beat has come by itself: what says nothing new is left to the next tick."""
-        sender = _sender(beat)
+        sender = sender_of(beat)
         if is_news(self._last.get(sender), beat):
             self._last[sender] = beat
             self.handle(beat)
@@ -64,9 +64,11 @@ class ManagerProcess(Life):
         """A tick out of turn, so that loads are those of this moment."""
         if not self.alive or self.stopped:
             return
-        beats = tuple(b for p in self.world.processes() if (b := p.quiet_beat()) is not None)
-        self._last.update((_sender(beat), beat) for beat in beats)
-        self.handle(Tick(beats))
+        beats: list[Beat] = [b for p in self.world.processes() if (b := p.quiet_beat()) is not None]
+        if (b := self.world.store.quiet_beat()) is not None:
+            beats.append(b)
+        self._last.update((sender_of(beat), beat) for beat in beats)
+        self.handle(Tick(tuple(beats)))
 
     def _tick(self) -> None:
         self.look()
@@ -118,13 +120,3 @@ class ManagerProcess(Life):
         box = self._box(store)
         box.after(acked)
         self._post(store, box)
-
-
-def _sender(beat: Beat) -> tuple[str, str]:
-    match beat:
-        case ReplicaBeat():
-            return "replica", beat.replica
-        case RelayBeat():
-            return "relay", beat.relay
-        case _:
-            return "trainer", "trainer"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from laminar.timing import Profile
+from laminar.timing import COALESCE_S, Profile
 from laminar.types import Settings
 
 
@@ -12,7 +12,7 @@ from laminar.types import Settings
 class Delays:
     """Seconds that messages take, the wait for others to travel with included."""
 
-    coalesce_s: float = 0.02
+    coalesce_s: float = COALESCE_S
     """A replica reports what has ended within this time."""
     exchange_s: float = 0.005
     """Between the data store and a replica, the scorer or the trainer, and back."""
@@ -22,6 +22,10 @@ class Delays:
     """Between the manager and a replica, a relay or the trainer."""
     tick_s: float = 1.0
     """Between two ticks of the manager; each carries the beats that say nothing new."""
+    news_s: float = 0.0
+    """What comes for a replica that generates is heard with its next report, or within this time."""
+    command_s: float = 0.0
+    """A command for a replica that generates is heard within this time."""
     stream_s: float | None = None
     """How often replicas stream unfinished tokens; None: with the end of a sample, or when it is released."""
     jitter: bool = False

@@ -10,7 +10,7 @@ from laminar.control.commands import Command, Pull, Stop
 from laminar.control.events import ReplicaBeat
 from laminar.decoding import FluidDecoder
 from laminar.errors import ProtocolError
-from laminar.sim.kernel import Kernel, Timer
+from laminar.sim.kernel import Action, Kernel, Timer
 from laminar.sim.links import Link
 from laminar.sim.process import Client, Process
 from laminar.timing import keyed_uniform
@@ -92,6 +92,9 @@ class Replica(Process[ReplicaBeat], Client):
         self._next = Report(id_, incarnation)
         """What the next exchange will say."""
         self._exchanging = False
+        self._news: list[Action] = []
+        """What the data store's next answer will say."""
+        self._answered_at = self.kernel.now
         self.decoder.advance(self.kernel.now)
         self.speak()
         if delays.stream_s is not None:
@@ -145,15 +148,30 @@ class Replica(Process[ReplicaBeat], Client):
 
     def obey(self, command: Command) -> None:
         match command:
+            case Pull() if self.held:
+                self.after(
+                    self._until_next(self.world.plan.delays.command_s, self._spoke_at), lambda: self._told(command)
+                )
             case Pull():
-                self._pull = command
-                self._load_if_free()
+                self._told(command)
             case Stop():
                 self.kill()
             case other:
                 raise ProtocolError(f"{self.id} can't do {other}")
 
+    def speak(self) -> None:
+        self._spoke_at = self.kernel.now
+        super().speak()
+
+    def _until_next(self, interval_s: float, last: float) -> float:
+        """Seconds to the next of the moments, so far apart, at which it asks what is new while it generates."""
+        return interval_s - (self.kernel.now - last) % interval_s if interval_s else 0.0
+
     # ------------------------------------------------------------ weights
+
+    def _told(self, pull: Pull) -> None:
+        self._pull = pull
+        self._load_if_free()
 
     def _load_if_free(self) -> None:
         """Begin to load what was pulled, once nothing is held, or (`interrupt`) at once."""
@@ -182,6 +200,30 @@ class Replica(Process[ReplicaBeat], Client):
 
     def receive(self, work: Sequence[Work]) -> None:
         """New work, once or more."""
+        self._hear(lambda: self._receive(work))
+
+    def release(self, samples: Collection[Owned]) -> None:
+        """Flush these and let go of them: they go on elsewhere."""
+        self._hear(lambda: self._release(samples))
+
+    def forget(self, sample: SampleId, epoch: int) -> None:
+        """The data store has dropped it, or given it to somebody else."""
+        self._hear(lambda: self._forget(sample, epoch))
+
+    def _hear(self, news: Action) -> None:
+        """At once if it has nothing else to do, else with the answer to its next report."""
+        self._news.append(news)
+        if self.held:
+            self.after(self._until_next(self.world.plan.delays.news_s, self._answered_at), self._take_news)
+        else:
+            self._take_news()
+
+    def _take_news(self) -> None:
+        news, self._news = self._news, []
+        for item in news:
+            item()
+
+    def _receive(self, work: Sequence[Work]) -> None:
         if not self.alive:
             return
         self._advance()
@@ -207,8 +249,7 @@ class Replica(Process[ReplicaBeat], Client):
         self._set_timer()
         self._exchange_if_due()
 
-    def release(self, samples: Collection[Owned]) -> None:
-        """Flush these and let go of them: they go on elsewhere."""
+    def _release(self, samples: Collection[Owned]) -> None:
         if not self.alive:
             return
         self._advance()
@@ -220,8 +261,7 @@ class Replica(Process[ReplicaBeat], Client):
                 held.ended = True
         self._after_loss()
 
-    def forget(self, sample: SampleId, epoch: int) -> None:
-        """The data store has dropped it, or given it to somebody else."""
+    def _forget(self, sample: SampleId, epoch: int) -> None:
         held = self.held.get(sample)
         if self.alive and held is not None and held.work.epoch <= epoch:
             self._advance()
@@ -317,11 +357,12 @@ class Replica(Process[ReplicaBeat], Client):
             self.when_running(lambda: self._answered(report))
 
     def _answered(self, report: Report) -> None:
-        self._exchanging = False
+        self._exchanging, self._answered_at = False, self.kernel.now
         for sample, epoch in (*report.ended, *report.failed, *report.released):
             held = self.held.get(sample)
             if held is not None and held.work.epoch == epoch:
                 del self.held[sample]
+        self._take_news()
         self._after_loss()
 
     def _after_loss(self) -> None:

@@ -13,7 +13,6 @@ from laminar.errors import ConfigError, RunFailed
 from laminar.sim.plan import Delays, Plan
 from laminar.sim.report import Report, report
 from laminar.sim.world import World
-from laminar.timing import load_profile
 
 GPUS_PER_MACHINE = 8
 CALM_REPLICAS, LONGEST_DELAY_S = 32, 0.1
@@ -64,7 +63,7 @@ def plan_of(config: Config) -> Plan:
             expected='"emulated", and a profile in simulation.profile',
             got=f'"{config.rollout.engine}"',
         )
-    profile, settings, rollout = load_profile(config.simulation.profile), config.settings(), config.rollout
+    profile, settings, rollout = config.profile, config.settings(), config.rollout
     longest_batch = settings.groups_per_batch * settings.group_size * (profile.prompt_tokens + rollout.max_new_tokens)
     longest_step_s = profile.train_step_s(longest_batch, settings.num_mini_batches, config.train_gpus)
     together_s = max(Delays().coalesce_s, LONGEST_DELAY_S * min(1.0, rollout.replicas / CALM_REPLICAS))
@@ -85,6 +84,10 @@ def plan_of(config: Config) -> Plan:
         spare_slots=config.spare_slots,
         # loads are looked at twice as often as repack does; without it, a tick only says that time passes
         delays=Delays(
-            coalesce_s=together_s, poll_s=together_s, tick_s=settings.repack_interval_s / 2 if looks else 10.0
+            coalesce_s=together_s,
+            poll_s=together_s,
+            tick_s=settings.repack_interval_s / 2 if looks else 10.0,
+            news_s=rollout.stream_interval_s,
+            command_s=config.faults.heartbeat_s,
         ),
     )

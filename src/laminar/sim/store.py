@@ -27,7 +27,7 @@ from laminar.control.commands import (
     Restart,
     Stop,
 )
-from laminar.control.events import CutTrained, EvalDone, Recovered, StoreEvent, StoreEvents
+from laminar.control.events import CutTrained, EvalDone, Recovered, StoreBeat, StoreEvent, StoreEvents
 from laminar.errors import ProtocolError
 from laminar.sim.kernel import Action
 from laminar.sim.links import Link
@@ -174,6 +174,11 @@ class Store(Life):
             self._telling, manager, incarnation = True, self.world.manager, self.incarnation
             self.to_manager.send(lambda: manager.take(lambda: self._tell(manager, incarnation), self._tell_later))
 
+    def quiet_beat(self) -> StoreBeat | None:
+        """That it is there; None while something is on its way, or it can't speak."""
+        silent = not self.alive or self.stopped or self._telling or self.to_manager.held
+        return None if silent else StoreBeat(self.incarnation)
+
     def _tell_later(self) -> None:
         self.after(self.world.plan.delays.retry_s, self._poll_again)
 
@@ -188,6 +193,7 @@ class Store(Life):
         last, rows = self._acknowledged + len(self._rows), tuple(self._rows)
         if rows:
             manager.handle(StoreEvents(last, rows))
+        manager.handle(StoreBeat(self.incarnation))
         manager.polled(self.accounts.inbox)
         if self.to_manager.lost():
             self._tell_later()

@@ -93,13 +93,13 @@ class Trainer(Process[TrainerBeat], Client):
         self.after(step_s, lambda: self._stepped(cut))
 
     def _step_s(self, cut: Cut) -> float:
-        """Seconds of training on one part; the first pays what is paid once an iteration."""
+        """Seconds of training on one part of a batch."""
         plan = self.world.plan
         if not cut.groups:
             return 0.0
         mini_batches = self.world.settings.num_mini_batches // cut.num_parts
-        step_s = plan.profile.train_step_s(self.world.store.num_tokens(cut), mini_batches, plan.train_gpus)
-        return step_s if cut.part == 0 else step_s - plan.profile.train_s_per_iteration
+        tokens = self.world.store.num_tokens(cut)
+        return plan.profile.train_step_s(tokens, mini_batches, plan.train_gpus, first=cut.part == 0)
 
     def _stepped(self, cut: Cut) -> None:
         if cut.part + 1 == cut.num_parts:

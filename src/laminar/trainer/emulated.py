@@ -19,7 +19,6 @@ from safetensors.numpy import save_file
 
 from laminar.config import Config
 from laminar.golden import GOLDEN_LENGTH
-from laminar.timing import Profile
 from laminar.trainer import checkpoint_folder
 from laminar.trainer.advantage import reward_statistics
 from laminar.types import Batch, Statistics, Version
@@ -47,22 +46,21 @@ _MEASURED_ON_A_MODEL: Statistics = {
 class EmulatedBackend:
     """A `laminar.trainer.loop.Backend` without a model."""
 
-    def __init__(self, config: Config, profile: Profile) -> None:
+    def __init__(self, config: Config) -> None:
         """Of version 0."""
         self.version = Version(0, 0)
-        self._config, self._profile = config, profile
+        self._config, self._profile = config, config.profile
         self._history = _digest(b"", {"seed": config.seed})
 
     def train(self, batch: Batch) -> Statistics:
-        """Take as long as the profile says, the stall of publishing included."""
+        """Take as long as the profile says; the last part of a batch includes the stall of publishing."""
         tokens = sum(batch.prompt_lengths) + sum(batch.response_lengths)
-        seconds = self._profile.publish_s()
+        seconds = self._profile.publish_s() if batch.part + 1 == batch.num_parts else 0.0
         if batch.ids:
-            gpus = self._config.train_gpus
-            num_mini_batches = 1 if self._config.schedule == "stream" else self._config.train.num_mini_batches
-            seconds += self._profile.train_step_s(tokens, num_mini_batches, gpus)
+            gpus, mini_batches = self._config.train_gpus, self._config.train.num_mini_batches // batch.num_parts
+            seconds += self._profile.train_step_s(tokens, mini_batches, gpus, first=batch.part == 0)
             self._history = _digest(self._history, {"update": batch.update, "ids": batch.ids})
-        time.sleep(seconds / self._config.simulation.time_scale)
+        time.sleep(seconds)
         rewards = reward_statistics(np.array(batch.rewards), np.array([group for group, _, _ in batch.ids]))
         truncated = float(np.mean(batch.truncated)) if batch.ids else None
         return rewards | {"truncated_fraction": truncated} | _MEASURED_ON_A_MODEL | {"lr": self._config.train.lr}
