@@ -209,6 +209,18 @@ def test_without_the_new_version_no_wave_opens() -> None:
     assert [c for c in scene.tick() if isinstance(c, Pull | Issue)] == []
 
 
+def test_a_refill_goes_to_a_replica_whose_weights_are_new_enough() -> None:
+    """The least busy one came late to the wave and holds older weights; nobody else was asked."""
+    scene = Scene(2, schedule="one_step", iterations=9, groups_per_batch=2, max_outstanding_groups=8)
+    owned = (("r1", 1, samples([4])),)
+    scene.handle(Recovered(1, ((4, "issued"),), cut_groups=4, update=2, trained=1, owned=owned))
+    scene.relay(0)
+    assert not any(isinstance(c, Issue) for c in scene.beat("r0", 0))
+    scene.relay(0, 1)
+    (refill,) = [c for c in scene.beat("r1", 1) if isinstance(c, Issue)]
+    assert refill == Issue("r1", 1, v(1), 1, "train", "refill of the open wave")
+
+
 def test_a_refill_joins_the_open_wave() -> None:
     """A hole left by a dropped group is filled by the least busy replica, under the version of the wave."""
     scene = sync()

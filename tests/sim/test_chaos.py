@@ -46,12 +46,3 @@ def test_a_seed_gives_the_same_run_again_and_says_what_it_did(capsys: pytest.Cap
     assert main(5) == 0
     said = capsys.readouterr().out
     assert said.startswith("Plan(settings=Settings(") and said.splitlines()[-1].startswith("completed: ")
-
-
-def test_a_wave_is_refilled_by_a_replica_whose_weights_are_new_enough() -> None:
-    """The least busy one came late to the wave and had older weights, so nobody was asked and the run stood still."""
-    assert run_chaos(21505).problems == ()
-
-
-def test_a_new_manager_that_is_paused_at_once_does_not_take_everybody_for_dead() -> None:
-    assert run_chaos(1234).problems == ()

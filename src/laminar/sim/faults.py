@@ -39,12 +39,13 @@ ROUGH = Delays(
 QUICK = Delays(coalesce_s=0.01, exchange_s=0.02, poll_s=0.02, beat_s=0.02, tick_s=0.5, stream_s=0.2, jitter=True)
 SLOW_LINKS = replace(
     load_profile("toy"),
-    broadcast_s_per_gb=2.0,
+    broadcast_s_per_gb=1.0,
+    broadcast_s_per_gb_per_doubling=1.0,
     train_tokens_per_s_per_gpu=20_000.0,
     train_s_per_mini_batch=0.02,
     train_s_per_iteration=0.1,
 )
-"""Versions are published faster than they travel."""
+"""Versions are published faster than they travel, and come to one machine later than to another."""
 BURST_S = 1.0
 """Sometimes everything goes wrong within this time."""
 SLOW_SHARE, SLOW_STEP_S = 0.5, 0.5
@@ -117,7 +118,7 @@ def plan_of(seed: int) -> Plan:
         repack=True,
         repack_interval_s=r.choice([0.5, 2.0]),
         move_timeout_s=r.choice([1.0, 10.0]),
-        adopt_timeout_s=r.choice([1.0, 3.0, 30.0]),
+        adopt_timeout_s=r.choice([0.5, 3.0, 30.0]),
         max_restarts=MAX_RESTARTS,
         dead_after_s=r.choice([4.0, 30.0]),
     )
@@ -180,7 +181,17 @@ def faults_of(seed: int, plan: Plan) -> tuple[Fault, ...]:
                 replicas=wanted,
             )
         )
+    if r.random() < 0.2:
+        faults += _falls_behind(r, plan)
     return tuple(faults)
+
+
+def _falls_behind(r: Random, plan: Plan) -> list[Fault]:
+    """One machine gets no new versions, and those who have them die."""
+    at, machine = r.uniform(1, 12), plan.node(r.randrange(plan.replicas))
+    behind = Fault("partition", "relay", machine.replace("node", "relay"), at=at, seconds=40.0)
+    others = [f"replica-{i}" for i in range(plan.replicas) if plan.node(i) != machine]
+    return [behind, *(Fault("kill", "replica", id_, at=at + r.uniform(0, 8)) for id_ in others)]
 
 
 def _target(r: Random, plan: Plan) -> tuple[str, str]:
