@@ -114,7 +114,7 @@ def test_sampling_from_the_full_distribution_is_allowed(good: Path, override: st
     load(good, [override])
 
 
-@pytest.mark.parametrize("key", ["model", "model.path", "data.train", "reward.functions"])
+@pytest.mark.parametrize("key", ["model", "model.path", "data.train"])
 def test_a_missing_key_is_named_with_what_it_is_for(good: Path, key: str) -> None:
     section, _, name = key.partition(".")
     text = good.read_text()

@@ -143,6 +143,12 @@ def test_a_reward_function_that_can_not_be_used(
     assert message in only_problem(project, f'reward.functions=["{spec}"]')
 
 
+def test_a_run_needs_a_reward_function(project: Path) -> None:
+    message = only_problem(project, "reward.functions=none")
+    assert message.startswith("reward.functions: missing") and "verl" not in message
+    assert "[reward]" in message.partition("fix: ")[2]
+
+
 def test_a_missing_column_may_come_from_the_kwargs(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(project)
     assert "got: columns answer, prompt" in only_problem(project, 'reward.functions=["reward.py:scaled"]')

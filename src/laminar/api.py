@@ -25,8 +25,8 @@ class Trainer:
 
     Args:
         model: folder with a Hugging Face causal language model and its tokenizer.
-        reward_funcs: one or several reward functions in TRL's form, or their `file.py:function` names. They travel to
-            other processes by cloudpickle, so lambdas and functions of a notebook work.
+        reward_funcs: one or several reward functions in TRL's or verl's form, or their `file.py:function` names. They
+            travel to other processes by cloudpickle, so lambdas and functions of a notebook work.
         train_dataset: rows with a `prompt` column: a file, a list, or a callable that returns an iterable.
         eval_dataset: the same, for `config["eval"]`.
         config: keys of the config file as nested dictionaries.

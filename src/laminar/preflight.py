@@ -13,7 +13,8 @@ from typing import Any
 from laminar.config import Config, InvalidConfig
 from laminar.data.prompts import check_prompt, context_tokens, first_row
 from laminar.data.rewards import check_function, load_functions
-from laminar.errors import ConfigError, DataError, ModelError, UserError
+from laminar.data.verl import is_verl_row
+from laminar.errors import ConfigError, DataError, ModelError, RewardError, UserError
 from laminar.rollout.families import supports
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
@@ -96,6 +97,9 @@ def _data_problems(config: Config) -> Iterator[UserError]:
                 _check_first_prompt(config, rows[key], key)
             except DataError as error:
                 yield error
+    if config.reward.functions is None:
+        yield _no_reward(any(map(is_verl_row, rows.values())))
+        return
     try:
         functions = load_functions(config.reward_functions, Path.cwd())
     except UserError as error:
@@ -104,9 +108,18 @@ def _data_problems(config: Config) -> Iterator[UserError]:
     for row in rows.values():
         for name, function in functions.items():
             try:
-                check_function(name, function, row.keys(), config.reward.kwargs.keys(), config.data.prompt_column)
+                check_function(name, function, row, config.reward.kwargs.keys(), config.data.prompt_column)
             except UserError as error:
                 yield error
+
+
+def _no_reward(is_verl: bool) -> RewardError:
+    what = "missing: only emulated runs do without"
+    fix = 'write one, as in functions = ["reward.py:exact_match"] under [reward]'
+    if is_verl:
+        what = "missing: these are rows of verl, but verl's built-in scorers are not included"
+        fix = 'copy the scorer that you use, as in functions = ["reward.py:compute_score"] under [reward]'
+    return RewardError(what, where="reward.functions", expected="a list of functions that score responses", fix=fix)
 
 
 def _check_first_prompt(config: Config, row: Mapping[str, Any], key: str) -> None:
