@@ -247,10 +247,16 @@ def test_paths_count_from_the_file_and_in_overrides_from_here(
         ("make.py:rows", "{folder}/make.py:rows"),
         ("objects.pkl:rows", "{folder}/objects.pkl:rows"),
         ("/abs/rows.jsonl", "/abs/rows.jsonl"),
+        ("saved", "{folder}/saved"),
+        ("saved:test", "{folder}/saved:test"),
+        ("some/rows.jsonl", "{folder}/some/rows.jsonl"),
+        ("openai/gsm8k", "openai/gsm8k"),
+        ("openai/gsm8k/main:test", "openai/gsm8k/main:test"),
         ("~/rows.jsonl", os.path.expanduser("~/rows.jsonl")),
     ],
 )
 def test_kinds_of_dataset_names(good: Path, train: str, expected: str) -> None:
+    (good.parent / "saved").mkdir()
     good.write_text(GOOD.replace("rows.jsonl", train))
     assert load(good).data.train == expected.format(folder=good.parent)
 

@@ -117,6 +117,13 @@ def test_chat_prompts_need_a_chat_template(project: Path, where: str) -> None:
     assert ("no chat template" in found[0]) if where == "nowhere" else found == []
 
 
+def test_a_system_prompt_makes_a_chat_of_text(project: Path) -> None:
+    message = only_problem(project, "data.system_prompt=Be brief.")
+    assert "no chat template" in message and "the prompt is text beside data.system_prompt" in message
+    (project / "build" / "model" / "chat_template.jinja").write_text("{{ messages }}")
+    assert problems(project, "data.system_prompt=Be brief.") == []
+
+
 # ---------------------------------------------------------------- reward functions
 
 

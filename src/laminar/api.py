@@ -16,7 +16,7 @@ from laminar.run_folder import RunFolder
 from laminar.runtime import launch
 from laminar.view import View
 
-Dataset = str | Path | Sequence[Mapping[str, Any]] | Callable[[], Iterable[Mapping[str, Any]]]
+Dataset = str | Path | Iterable[Mapping[str, Any]] | Callable[[], Iterable[Mapping[str, Any]]]
 RewardFunction = str | Callable[..., Any]
 
 
@@ -27,7 +27,8 @@ class Trainer:
         model: folder with a Hugging Face causal language model and its tokenizer.
         reward_funcs: one or several reward functions in TRL's or verl's form, or their `file.py:function` names. They
             travel to other processes by cloudpickle, so lambdas and functions of a notebook work.
-        train_dataset: rows with a `prompt` column: a file, a list, or a callable that returns an iterable.
+        train_dataset: rows with a `prompt` column: what `data.train` may name, a Hugging Face dataset, a list or another
+            iterable, or a callable that returns one. A stream is read to its end.
         eval_dataset: the same, for `config["eval"]`.
         config: keys of the config file as nested dictionaries.
         run_dir: where the run is kept; `runs/python-<time>` if not given.

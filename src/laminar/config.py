@@ -52,13 +52,19 @@ class ModelConfig(_Section):
 
 class DataConfig(_Section):
     train: str | None = Field(
-        description="Training prompts: a `.jsonl` or `.parquet` file, or `module:name` / `path/to/file.py:name` "
-        "of a list or of a callable that returns an iterable of rows. `none` in emulated runs only."
+        description="Training prompts: a `.jsonl` or `.parquet` file; `folder` or `folder:split` that `save_to_disk` "
+        "of a Hugging Face dataset has written; `owner/name[:split]` or `owner/name/config[:split]` on the hub "
+        "(`train` if no split is named); or `path/to/file.py:name` / `module:name` of a list or of a callable that "
+        "returns an iterable of rows. `none` in emulated runs only."
     )
     eval: str | None = Field(None, description="Evaluation prompts, in the same forms. Needed by `[eval]`.")
     epochs: int | None = Field(None, ge=1, description="Passes over the training prompts; `none` wraps for ever.")
     prompt_column: str = Field("prompt", description="Column with the prompt: text, or chat messages.")
-    system_prompt: str | None = Field(None, description="Put before each chat prompt that has no system message.")
+    system_prompt: str | None = Field(
+        None,
+        description="Put before each chat prompt that has no system message. A prompt that is text becomes the user's "
+        "message after it.",
+    )
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, description="Passed on to the chat template.")
     max_prompt_tokens: int | None = Field(
         None,

@@ -64,12 +64,28 @@ def _absolute_value(key: str, value: Any, folder: Path) -> Any:
     if key == "reward.functions" and isinstance(value, list):
         return [_absolute_spec(item, folder) if isinstance(item, str) else item for item in value]
     if key in ("data.train", "data.eval") and isinstance(value, str) and value != "none":
-        return _absolute_spec(value, folder) if ":" in value else _absolute_path(value, folder)
+        return _absolute_dataset(value, folder)
     if key == "model.path" and isinstance(value, str | Path) and value != "none":
         return _absolute_path(value, folder)
     if key == "simulation.profile" and isinstance(value, str) and value.endswith(".toml"):
         return _absolute_path(value, folder)
     return dict(value) if isinstance(value, Mapping) else value
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether it looks like `owner/name` or `owner/name/config` of a dataset on the Hugging Face hub."""
+    is_file = name.endswith((".jsonl", ".json", ".parquet", ".arrow", ".csv", ".tsv", ".txt", ".py", ".pkl"))
+    return re.fullmatch(r"\w[\w.-]*(/[\w.-]*\w){1,2}", name) is not None and not is_file
+
+
+def _absolute_dataset(spec: str, folder: Path) -> str:
+    """A file, a folder with or without `:split`, a name on the hub, or what `_absolute_spec` takes."""
+    path, colon, split = spec.partition(":")
+    if (folder / Path(path).expanduser()).is_dir():
+        return f"{_absolute_path(path, folder)}{colon}{split}"
+    if is_hub_name(path):
+        return spec
+    return _absolute_spec(spec, folder) if colon else _absolute_path(spec, folder)
 
 
 def _absolute_spec(spec: str, folder: Path) -> str:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from laminar.config import Config, InvalidConfig
-from laminar.data.prompts import check_prompt, context_tokens, first_row
+from laminar.data.prompts import check_prompt, context_tokens
 from laminar.data.rewards import check_function, load_functions
+from laminar.data.rows import first_row
 from laminar.data.verl import is_verl_row
 from laminar.errors import ConfigError, DataError, ModelError, RewardError, UserError
 from laminar.rollout.families import supports
@@ -125,11 +126,13 @@ def _no_reward(is_verl: bool) -> RewardError:
 def _check_first_prompt(config: Config, row: Mapping[str, Any], key: str) -> None:
     prompt = check_prompt(dict(row), config.data.prompt_column, f"first row of {key}")
     folder = config.model_path
-    if not isinstance(prompt, str) and (folder / "tokenizer_config.json").is_file() and not _has_chat_template(folder):
+    has_template = not (folder / "tokenizer_config.json").is_file() or _has_chat_template(folder)
+    what = "chat messages" if not isinstance(prompt, str) else "text beside data.system_prompt"
+    if not has_template and (not isinstance(prompt, str) or config.data.system_prompt is not None):
         raise DataError(
-            "the prompt is chat messages, but the model's tokenizer has no chat template",
+            f"the prompt is {what}, but the model's tokenizer has no chat template",
             where=f"first row of {key}",
-            fix="use the model of a chat, or give prompts as text",
+            fix="use the model of a chat, or give prompts as text without a system prompt",
         )
 
 

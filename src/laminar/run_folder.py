@@ -26,6 +26,7 @@ class RunFolder:
         self.versions = self.path / "versions.jsonl"
         self.events = self.path / "events"
         self.requests = self.path / "requests"
+        self.first_prompt = self.path / "first_prompt.txt"
         self.metrics = self.path / "metrics.jsonl"
         self.evals = self.path / "eval.jsonl"
         self.database = self.path / "data.sqlite"

@@ -1,4 +1,4 @@
-"""The live view of a run in the terminal: reads metrics.jsonl, eval.jsonl and processes.json, and knows nothing else.
+"""The live view of a run in the terminal: reads files of its folder, and knows nothing else.
 
 On a terminal one line is kept up to date; anywhere else each iteration is a plain line.
 """
@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from laminar.run_folder import RunFolder, read_json, read_jsonl
 
 LOOK_EVERY_S = 0.25
+SHOWN_CHARACTERS = 1_000
 
 
 class View:
@@ -31,6 +32,7 @@ class View:
         self._pace: tuple[int, float] | None = None
         """Version and time of the first row of this start: start-up says nothing about the rest."""
         self._phase = ""
+        self._first_prompt_shown = False
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -65,6 +67,10 @@ class View:
             self._look()
 
     def _look(self) -> None:
+        if not self._first_prompt_shown and self.folder.first_prompt.exists():
+            self._first_prompt_shown = True
+            prompt = self.folder.first_prompt.read_text(encoding="utf-8")
+            self.say(f"first prompt: {_cut(prompt)!r}")
         for row in list(read_jsonl(self.folder.evals))[self._evals :]:
             self._evals += 1
             self.say(f"evaluation of version {row['version']}: reward {_number(row['eval_reward_mean'])}")
@@ -112,6 +118,10 @@ def describe(row: dict[str, Any], iterations: int | None) -> str:
         f"{row['samples_per_s']:.0f} samples/s  {row['tokens_per_s']:.0f} tok/s  "
         f"staleness {_number(row['staleness_use_mean'], 1)} (max {_number(row['staleness_use_max'], 0)})"
     )
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} ..."
 
 
 def _number(value: float | None, digits: int = 3) -> str:

@@ -16,7 +16,6 @@ import pytest
 
 from laminar import preflight
 from laminar.config import load
-from laminar.data.prompts import load_rows
 from laminar.data.rewards import (
     Completion,
     FunctionFailed,
@@ -25,6 +24,7 @@ from laminar.data.rewards import (
     check_function,
     load_functions,
 )
+from laminar.data.rows import load_rows
 from laminar.errors import RewardError
 from laminar.types import GroupScore
 
