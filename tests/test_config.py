@@ -71,6 +71,7 @@ BAD = [
     ("train.group_size=0", r"train.group_size: can't have this value\n  expected: an integer >= 1\n  got: 0"),
     ("rollout.top_p=1.5", r"expected: a number > 0 and <= 1\n  got: 1.5"),
     ("rollout.dtype=bf61", r'expected: one of "fp32", "bf16"\n  got: "bf61"\n  fix: did you mean "bf16"\?'),
+    ("reward.on_failure=skip", r'expected: one of "drop", "fail" or a number\n  got: "skip"'),
     ("reward.functions=[]", r"reward.functions: can't have this value\n  expected: a list of strings, at least 1"),
     # rules between keys
     ("iterations=none", r"iterations: the run has no end\n  fix: set iterations or data.epochs"),
@@ -238,6 +239,18 @@ def test_paths_count_from_the_file_and_in_overrides_from_here(
     assert config.model.path == here / "other"
     assert config.data.train == str(tmp_path / "more.parquet")
     assert config.reward.functions == [f"{here}/r.py:f", "pkg.mod:g"]
+
+
+def test_modules_beside_the_config_are_found_from_anywhere(good: Path) -> None:
+    (good.parent / "judges").mkdir()
+    (good.parent / "reward.py").touch()
+    good.write_text(GOOD.replace('"reward.py:score"', '"reward:score", "judges.strict:score", "installed.pkg:score"'))
+    folder = good.parent
+    assert load(good).reward.functions == [
+        f"{folder}/reward.py:score",
+        f"{folder}/judges.strict:score",
+        "installed.pkg:score",
+    ]
 
 
 @pytest.mark.parametrize(

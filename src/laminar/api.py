@@ -27,8 +27,8 @@ class Trainer:
         model: folder with a Hugging Face causal language model and its tokenizer.
         reward_funcs: one or several reward functions in TRL's or verl's form, or their `file.py:function` names. They
             travel to other processes by cloudpickle, so lambdas and functions of a notebook work.
-        train_dataset: rows with a `prompt` column: what `data.train` may name, a Hugging Face dataset, a list or another
-            iterable, or a callable that returns one. A stream is read to its end.
+        train_dataset: rows with a `prompt` column: what `data.train` may name, a Hugging Face dataset (a stream is read
+            to its end), a list or another iterable, or a callable that returns one.
         eval_dataset: the same, for `config["eval"]`.
         config: keys of the config file as nested dictionaries.
         run_dir: where the run is kept; `runs/python-<time>` if not given.
@@ -60,7 +60,7 @@ class Trainer:
         if eval_dataset is not None:
             self._set(values, "data", "eval", self._named(eval_dataset, "eval_dataset"))
         if self._objects:
-            self.folder.user_code.write_bytes(cloudpickle.dumps(self._objects))
+            self.folder.user_code.write_bytes(self._pickled())
         self.config = parse(values, source="config", folder=Path.cwd())
         preflight.check(self.config)
 
@@ -84,6 +84,17 @@ class Trainer:
             name = f"{base}_{count}"
         self._objects[name] = value
         return f"{self.folder.user_code}:{name}"
+
+    def _pickled(self) -> bytes:
+        try:
+            return bytes(cloudpickle.dumps(self._objects))
+        except Exception as cause:  # what the user's objects raise
+            raise ConfigError(
+                "an argument can't be sent to other processes",
+                where=", ".join(self._objects),
+                got=f"{type(cause).__name__}: {cause}",
+                fix="give a list, or a function that makes what is needed where it is called",
+            ) from cause
 
     @staticmethod
     def _set(values: dict[str, Any], section: str, key: str, value: object) -> None:

@@ -92,8 +92,13 @@ class RewardConfig(_Section):
     timeout_s: float = Field(
         30.0, gt=0, description="Limit for one sample; a group's call gets this times its members."
     )
+    on_failure: Literal["drop", "fail"] | float = Field(
+        "drop",
+        description="What becomes of a sample on which a function fails or is too slow even alone: dropped with a "
+        "reason, the end of the run, or this reward (counted in `num_reward_failures`).",
+    )
     max_failures: int = Field(
-        10, ge=1, description="Consecutive failed calls, with no success between them, that stop the run."
+        10, ge=1, description="Groups in a row, with no success between them, that fail as a whole and stop the run."
     )
 
 

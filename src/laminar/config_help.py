@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, MinLen
 from pydantic import BaseModel, ValidationError
@@ -183,13 +183,18 @@ def accepts_none(field: FieldInfo) -> bool:
     return NoneType in get_args(field.annotation)
 
 
+def _kinds(field: FieldInfo) -> list[Any]:
+    """The types of a field, that of no value apart."""
+    if get_origin(field.annotation) in (UnionType, Union):
+        return [kind for kind in get_args(field.annotation) if kind is not NoneType]
+    return [field.annotation]
+
+
 def expectation(field: FieldInfo) -> str:
     """The values a field takes, in words: `an integer >= 1, or none`."""
     if section_model(field):
         return "a section"
-    kinds = [kind for kind in get_args(field.annotation) if kind is not NoneType]
-    kind: Any = kinds[0] if isinstance(field.annotation, UnionType) else field.annotation
-    text = _kind_in_words(kind)
+    text = " or ".join(map(_kind_in_words, _kinds(field)))
     for limit in field.metadata:
         match limit:
             case Ge(bound):
@@ -220,8 +225,9 @@ def shown(value: object) -> str:
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> list[ConfigError]:
-    """One problem for each thing that pydantic refused."""
-    return [_explain_one(details, model) for details in error.errors(include_url=False)]
+    """One problem for each thing that pydantic refused. A value is refused by each of the types it might have."""
+    problems = [_explain_one(details, model) for details in error.errors(include_url=False)]
+    return list({str(problem): problem for problem in problems}.values())
 
 
 def _explain_one(details: ErrorDetails, model: type[BaseModel]) -> ConfigError:
@@ -236,7 +242,7 @@ def _explain_one(details: ErrorDetails, model: type[BaseModel]) -> ConfigError:
         add = f"add a section [{key}]" if section else f"add {key.rpartition('.')[2]} to [{key.rpartition('.')[0]}]"
         return ConfigError("missing", where=key, expected=expectation(field), fix=f"{add}: {_purpose(field)}")
     return ConfigError(
-        "can't have this value" if len(parts) <= 2 else f"item {parts[2]} can't have this value",
+        f"item {parts[2]} can't have this value" if parts[2:] and len(_kinds(field)) == 1 else "can't have this value",
         where=key,
         expected=expectation(field),
         got=shown(details["input"]),

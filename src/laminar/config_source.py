@@ -89,14 +89,17 @@ def _absolute_dataset(spec: str, folder: Path) -> str:
 
 
 def _absolute_spec(spec: str, folder: Path) -> str:
-    """`path/to/file.py:name` with an absolute path; `module:name` too if the module is a file in `folder`.
+    """`path/to/file.py:name` with an absolute path; `module:name` too if the module is in `folder`.
 
-    So every process of the run finds the user's modules, wherever it was started.
+    So every process of the run finds the user's modules, wherever it was started. A module of a package becomes
+    `folder/package.module:name`, because it may import its neighbours.
     """
     path, colon, name = spec.rpartition(":")
     if colon and re.fullmatch(r"\w+", path) and (folder / f"{path}.py").is_file():
         path = f"{path}.py"
-    return f"{_absolute_path(path, folder)}:{name}" if colon and path.endswith((".py", ".pkl")) else spec
+    is_package = re.fullmatch(r"\w+(\.\w+)*", path) is not None and (folder / path.partition(".")[0]).is_dir()
+    is_path = is_package or path.endswith((".py", ".pkl"))
+    return f"{_absolute_path(path, folder)}:{name}" if colon and is_path else spec
 
 
 def _absolute_path(path: str | Path, folder: Path) -> str:
