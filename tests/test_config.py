@@ -67,6 +67,10 @@ BAD = [
     ("model=SmolLM2", r'model: can\'t have this value\n  expected: a section\n  got: "SmolLM2"\n  fix: it needs path'),
     ("train.lr=nan", r"expected: a number >= 0\n  got: NaN"),
     ("train.group_size=none", r'expected: an integer >= 1\n  got: "none"'),
+    (
+        "report_to=wandv",
+        r'report_to: item 0 .*\n  expected: a list of "tensorboard", "wandb", "trackio"\n  got: "wandv"',
+    ),
     # ranges and choices
     ("train.group_size=0", r"train.group_size: can't have this value\n  expected: an integer >= 1\n  got: 0"),
     ("rollout.top_p=1.5", r"expected: a number > 0 and <= 1\n  got: 1.5"),
@@ -101,7 +105,6 @@ def test_each_mistake_has_its_one_message(good: Path, override: str, message: st
         ("rollout.top_k=50", "top_k = 0"),
         ("train.algorithm=dapo", "drop_zero_variance = true"),
         ("train.backend=fsdp2", 'backend = "torch"'),
-        ("report_to=wandb", "metrics.jsonl"),
     ],
 )
 def test_what_this_version_can_not_do_is_refused_with_a_remedy(good: Path, override: str, remedy: str) -> None:
@@ -205,6 +208,14 @@ def test_none_is_not_the_default(good: Path) -> None:
     assert load(good, ["max_staleness=none"]).max_staleness is None
     good.write_text('max_staleness = "none"\n' + GOOD)
     assert load(good).max_staleness is None
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [("report_to=wandb", ["wandb"]), ("report_to=none", []), ('report_to=["wandb", "trackio"]', ["wandb", "trackio"])],
+)
+def test_one_tracker_may_be_given_by_its_name_alone(good: Path, override: str, expected: list[str]) -> None:
+    assert load(good, [override]).report_to == expected
 
 
 def test_the_last_override_of_a_key_wins(good: Path) -> None:

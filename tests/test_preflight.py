@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from pathlib import Path
 
@@ -82,6 +83,20 @@ def test_sequences_must_fit_the_model(project: Path, max_new_tokens: int, max_pr
     overrides = (f"rollout.max_new_tokens={max_new_tokens}", f"data.max_prompt_tokens={max_prompt_tokens}")
     found = problems(project, *overrides)
     assert found == [] if fits else "the model's 64 tokens" in found[0]
+
+
+# ---------------------------------------------------------------- trackers
+
+
+def test_a_tracker_whose_package_is_missing(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def distribution(name: str) -> object:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    assert problems(project, 'report_to=["tensorboard"]') == []
+    monkeypatch.setattr(importlib.metadata, "distribution", distribution)
+    message = only_problem(project, 'report_to=["trackio"]')
+    assert "`trackio` is not installed" in message and "fix: pip install 'laminar-rl[trackio]'" in message
+    assert problems(project) == []
 
 
 # ---------------------------------------------------------------- data

@@ -14,6 +14,7 @@ from laminar.config import parse
 from laminar.errors import ConfigError
 from laminar.run_folder import RunFolder
 from laminar.runtime import launch
+from laminar.trackers import Reporter
 from laminar.view import View
 
 Dataset = str | Path | Iterable[Mapping[str, Any]] | Callable[[], Iterable[Mapping[str, Any]]]
@@ -66,7 +67,7 @@ class Trainer:
 
     def train(self) -> Path:
         """Train to the end. Returns the folder of the trained model. Raises RunFailed, or KeyboardInterrupt."""
-        with View(self.folder, self.config.iterations) as view:
+        with View(self.folder, self.config.iterations) as view, Reporter(self.folder, self.config, view.say):
             code = launch.train(self.config, self.folder.path, resume=False, say=view.say)
         if code:
             raise KeyboardInterrupt

@@ -258,6 +258,11 @@ class Config(_Section):
     gpus: int | None = Field(
         None, ge=1, description="All GPUs of an emulated run; `none` = `rollout.gpus` + `train.gpus`."
     )
+    report_to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
+        default_factory=list,
+        description="Trackers that get a copy of the metrics; one may be given by its name alone. Their own "
+        "environment variables hold, as WANDB_MODE=offline does.",
+    )
     model: ModelConfig
     data: DataConfig
     reward: RewardConfig = Field(default_factory=RewardConfig)
@@ -277,6 +282,11 @@ class Config(_Section):
             return config_emulated.with_defaults(raw, SimulationConfig().profile)
         except ConfigError as problem:
             raise InvalidConfig([problem]) from None
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _one_tracker_is_a_list_of_one(cls, value: object) -> object:
+        return {"none": []}.get(value, [value]) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:

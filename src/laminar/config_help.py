@@ -89,6 +89,7 @@ PEER_NAMES: dict[str, str] = {
     "max_head_offpolicyness": "max_staleness",
     "staleness_threshold": "max_staleness",
     "random_seed": "seed",
+    "logger": "report_to",
 }
 """Names in TRL, verl, OpenRLHF, AReaL, slime and prime-rl, and what the same thing is called here."""
 
@@ -145,9 +146,6 @@ CAPABILITIES: tuple[Unsupported, ...] = (
     Unsupported("train.use_peft", _SET, _WHOLE_MODEL, "remove the key"),
     Unsupported("train.lora_rank", _SET, _WHOLE_MODEL, "remove the key"),
     Unsupported("model.lora_rank", _SET, _WHOLE_MODEL, "remove the key"),
-    Unsupported(
-        "report_to", _SET, "this version reports to no outside tracker", "read metrics.jsonl in the run folder"
-    ),
 )
 """What this version does not support, why, and what to do instead. The only such list."""
 
@@ -212,7 +210,10 @@ def _kind_in_words(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(shown(choice) for choice in get_args(kind))
     if get_origin(kind) is list:
-        return "a list of " + {str: "strings", float: "numbers"}[get_args(kind)[0]]
+        (item,) = get_args(kind)
+        return "a list of " + (
+            {str: "strings", float: "numbers"}.get(item) or _kind_in_words(item).removeprefix("one of ")
+        )
     if get_origin(kind) is dict:
         return "a table"
     return {int: "an integer", float: "a number", bool: "true or false", str: "a string", Path: "a path"}[kind]
@@ -241,8 +242,9 @@ def _explain_one(details: ErrorDetails, model: type[BaseModel]) -> ConfigError:
         section = section_model(field)
         add = f"add a section [{key}]" if section else f"add {key.rpartition('.')[2]} to [{key.rpartition('.')[0]}]"
         return ConfigError("missing", where=key, expected=expectation(field), fix=f"{add}: {_purpose(field)}")
+    place = parts[key.count(".") + 1 :] if len(_kinds(field)) == 1 else []
     return ConfigError(
-        f"item {parts[2]} can't have this value" if parts[2:] and len(_kinds(field)) == 1 else "can't have this value",
+        f"item {place[0]} can't have this value" if place else "can't have this value",
         where=key,
         expected=expectation(field),
         got=shown(details["input"]),
@@ -258,9 +260,9 @@ def _purpose(field: FieldInfo) -> str:
 
 
 def _closest_choice(field: FieldInfo, value: object) -> str | None:
-    if get_origin(field.annotation) is not Literal or not isinstance(value, str):
-        return None
-    close = difflib.get_close_matches(value.lower(), get_args(field.annotation), n=1)
+    kinds = [get_args(kind)[0] if get_origin(kind) is list else kind for kind in _kinds(field)]
+    choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+    close = difflib.get_close_matches(value.lower(), choices, n=1) if isinstance(value, str) else []
     return f"did you mean {shown(close[0])}?" if close else None
 
 

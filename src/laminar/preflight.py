@@ -5,6 +5,7 @@ Imports no torch, no transformers and no Ray, and loads no weights; it does impo
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -30,9 +31,20 @@ def check(config: Config) -> None:
 
 def find_problems(config: Config) -> list[UserError]:
     """All that would keep a run from starting, as far as files and functions can tell."""
+    trackers = _tracker_problems(config)
     if config.emulated:
-        return list(_emulation_problems(config))
-    return [*_model_problems(config), *_data_problems(config)]
+        return [*_emulation_problems(config), *trackers]
+    return [*_model_problems(config), *_data_problems(config), *trackers]
+
+
+def _tracker_problems(config: Config) -> Iterator[UserError]:
+    for name in config.report_to:
+        try:
+            importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            yield ConfigError(
+                f"the package `{name}` is not installed", where="report_to", fix=f"pip install 'laminar-rl[{name}]'"
+            )
 
 
 def _emulation_problems(config: Config) -> Iterator[UserError]:

@@ -29,6 +29,7 @@ class RunFolder:
         self.first_prompt = self.path / "first_prompt.txt"
         self.metrics = self.path / "metrics.jsonl"
         self.evals = self.path / "eval.jsonl"
+        self.reported = self.path / "reported.json"
         self.database = self.path / "data.sqlite"
         self.lock = self.path / "lock"
         self.checkpoints = self.path / "checkpoints"

@@ -6,6 +6,7 @@ On a terminal one line is kept up to date; anywhere else each iteration is a pla
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,14 +19,36 @@ LOOK_EVERY_S = 0.25
 SHOWN_CHARACTERS = 1_000
 
 
+class Follower:
+    """Calls `look` from a thread, again and again, and a last time when it is told to stop."""
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        self._look = look
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Does nothing if it was not started."""
+        if self._thread.is_alive():
+            self._stop.set()
+            self._thread.join()
+
+    def _follow(self) -> None:
+        while not self._stop.wait(LOOK_EVERY_S):
+            self._look()
+        self._look()
+
+
 class View:
     """Follows a run folder in a thread while the `with` block lasts."""
 
     def __init__(self, folder: RunFolder, iterations: int | None, console: Console | None = None) -> None:
         self.folder, self.iterations = folder, iterations
         self.console = console or Console(stderr=True, highlight=False)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="view", daemon=True)
+        self._follower = Follower(self._look)
         self._rows = sum(1 for _ in read_jsonl(folder.metrics))
         self._evals = sum(1 for _ in read_jsonl(folder.evals))
         self._first_row = self._rows
@@ -47,24 +70,18 @@ class View:
 
     def __enter__(self) -> Self:
         self._progress.start()
-        self._thread.start()
+        self._follower.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stop.set()
-        self._thread.join()
-        self._look()
+        self._follower.stop()
         self._progress.stop()
 
     def say(self, line: str) -> None:
         """A line for the user, above the live one."""
         self._progress.console.print(line, markup=False, soft_wrap=True)
-
-    def _follow(self) -> None:
-        while not self._stop.wait(LOOK_EVERY_S):
-            self._look()
 
     def _look(self) -> None:
         if not self._first_prompt_shown and self.folder.first_prompt.exists():
