@@ -92,7 +92,7 @@ def test_every_row_is_told_once_over_a_resume(folder: RunFolder, monkeypatch: py
     assert [step for step, _ in first.told] == [0, 1, 2, 3]
     assert second.told == []
     assert [(step, values.get("eval_version")) for step, values in third.told] == [(3, 2.0), (4, None)]
-    assert (first.closed, second.closed, third.closed) == (1, 0, 1)
+    assert (first.closed, second.closed, third.closed) == (1, 1, 1)
 
 
 def test_a_tracker_that_fails_is_left_alone_and_the_others_go_on(

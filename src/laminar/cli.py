@@ -110,7 +110,8 @@ def train(
 
     path, overrides = _split(arguments)
     if resume is not None:
-        path = path or _config_of(resume)
+        found = _config_of(resume)
+        path = path or found
     elif path is None:
         raise ConfigError("no config", expected="laminar train CONFIG.toml [KEY=VALUE]..., or --resume RUN")
     config = load(path, overrides)

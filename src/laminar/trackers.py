@@ -39,12 +39,17 @@ class Reporter:
     def __init__(self, folder: RunFolder, config: Config, say: Callable[[str], None]) -> None:
         self._folder, self._config, self._say = folder, config, say
         self._trackers: dict[str, Tracker] = {}
-        self._waiting: list[str] = list(config.report_to)
-        """Trackers that are opened when there is a first row."""
         self._follower = Follower(self._look)
 
     def __enter__(self) -> Self:
-        if self._waiting:
+        """Opens the trackers: before the run starts, so that processes of theirs are not taken for its own."""
+        if self._config.report_to:
+            self._folder.create()
+        for name in self._config.report_to:
+            with self._excused(name):
+                self._trackers[name] = TRACKERS[name](self._folder, self._config)
+                self._say(f"{name}: {self._trackers[name].where}")
+        if self._trackers:
             self._follower.start()
         return self
 
@@ -62,11 +67,6 @@ class Reporter:
         evals = list(read_jsonl(self._folder.evals))[told["evals"] :]
         if not metrics and not evals:
             return
-        while self._waiting:
-            name = self._waiting.pop(0)
-            with self._excused(name):
-                self._trackers[name] = TRACKERS[name](self._folder, self._config)
-                self._say(f"{name}: {self._trackers[name].where}")
         for step, values in points(metrics, evals, told["step"]):
             for name in list(self._trackers):
                 with self._excused(name):
@@ -156,6 +156,8 @@ class Trackio:
     def __init__(self, folder: RunFolder, config: Config) -> None:
         import trackio
 
+        self._trackio = trackio
+
         project = os.environ.get("TRACKIO_PROJECT", PROJECT)
         self.where = f"trackio show --project {project}"
         with contextlib.redirect_stdout(sys.stderr):
@@ -174,7 +176,7 @@ class Trackio:
 
     def close(self) -> None:
         with contextlib.redirect_stdout(sys.stderr):
-            self._run.finish()  # type: ignore[no-untyped-call]
+            self._trackio.finish()  # type: ignore[no-untyped-call]
 
 
 TRACKERS: dict[str, Callable[[RunFolder, Config], Tracker]] = {
