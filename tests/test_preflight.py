@@ -1,4 +1,4 @@
-"""What is found before a run starts: model folder, datasets, reward functions and their columns (faults 21, 39)."""
+"""What is found before a run starts: datasets, reward functions and their columns, trackers (faults 21, 39)."""
 
 from __future__ import annotations
 
@@ -33,56 +33,6 @@ def test_everything_is_told_at_once(project: Path) -> None:
     (project / "build" / "model" / "config.json").unlink()
     with pytest.raises(InvalidConfig, match="2 problems in the config"):
         preflight.check(load(project / "config.toml"))
-
-
-# ---------------------------------------------------------------- the model folder
-
-
-def test_a_missing_model_folder_names_the_script_that_makes_it(project: Path) -> None:
-    message = only_problem(project, f"model.path={project}/build/other")
-    assert "the model folder is not there" in message and f"got: {project}/build/other" in message
-    assert "fix: correct the path" in message
-
-    (project / "prepare.py").touch()
-    message = only_problem(project, f"model.path={project}/build/other")
-    assert f"fix: run `python {project}/prepare.py`" in message
-
-
-@pytest.mark.parametrize(
-    ("file", "message"),
-    [
-        ("config.json", "can't read config.json"),
-        ("model.safetensors", "has no weights"),
-        ("tokenizer.json", "has no tokenizer"),
-    ],
-)
-def test_a_model_folder_that_lacks_something(project: Path, file: str, message: str) -> None:
-    (project / "build" / "model" / file).unlink()
-    assert message in only_problem(project)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "config.json is not valid JSON"),
-        ("[]", "config.json holds no JSON object"),
-        (json.dumps({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}), 'use engine = "vllm"'),
-        (json.dumps({"model_type": "bert", "architectures": ["BertModel"]}), "not a causal language model"),
-    ],
-)
-def test_a_model_that_can_not_be_used(project: Path, text: str, message: str) -> None:
-    (project / "build" / "model" / "config.json").write_text(text)
-    assert message in only_problem(project)
-
-
-@pytest.mark.parametrize(
-    ("max_new_tokens", "max_prompt_tokens", "fits"),
-    [(63, "none", True), (64, "none", False), (32, "32", True), (32, "33", False)],
-)
-def test_sequences_must_fit_the_model(project: Path, max_new_tokens: int, max_prompt_tokens: str, fits: bool) -> None:
-    overrides = (f"rollout.max_new_tokens={max_new_tokens}", f"data.max_prompt_tokens={max_prompt_tokens}")
-    found = problems(project, *overrides)
-    assert found == [] if fits else "the model's 64 tokens" in found[0]
 
 
 # ---------------------------------------------------------------- trackers

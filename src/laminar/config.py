@@ -48,6 +48,9 @@ class ModelConfig(_Section):
         strict=False,
         description="Folder with a Hugging Face causal language model and its tokenizer. `none` in emulated runs only.",
     )
+    allow_pickle: bool = Field(
+        False, description="Load weights from `pytorch_model*.bin` too. Loading a pickle can run code that is in it."
+    )
 
 
 class DataConfig(_Section):
