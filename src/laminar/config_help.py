@@ -268,9 +268,20 @@ def _closest_choice(field: FieldInfo, value: object) -> str | None:
 
 def _unknown_key(key: str, value: object, model: type[BaseModel]) -> ConfigError:
     what = "unknown section" if isinstance(value, Mapping) and "." not in key else "unknown key"
-    return ConfigError(
-        what, where=key, got=shown(value), fix=suggestion(key, model) or "see docs/config.md for all keys"
-    )
+    fix = suggestion(key, model) or _suggestions_within(value) or "see docs/config.md for all keys"
+    return ConfigError(what, where=key, got=shown(value), fix=fix)
+
+
+def _suggestions_within(value: object) -> str | None:
+    """What the keys of a peer's section, however deep, are called here."""
+    names = [name for name in _leaf_names(value) if name in PEER_NAMES]
+    return "; ".join(f"{name} is called {PEER_NAMES[name]} here" for name in names) or None
+
+
+def _leaf_names(value: object) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _leaf_names(inner) if isinstance(inner, Mapping) else [str(name)]
 
 
 def suggestion(key: str, model: type[BaseModel]) -> str | None:
