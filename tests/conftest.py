@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -54,14 +55,25 @@ PROJECT_ROW = {"prompt": "1+1=", "answer": "2"}
 PROJECT_MODEL = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 64}
 
 
+def write_safetensors(path: Path, shapes: dict[str, list[int]], missing_bytes: int = 0) -> None:
+    """Tensors of zeros of these shapes, a byte an element."""
+    header: dict[str, object] = {}
+    size = 0
+    for name, shape in shapes.items():
+        header[name] = {"dtype": "U8", "shape": shape, "data_offsets": [size, size + math.prod(shape)]}
+        size += math.prod(shape)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(size - missing_bytes))
+
+
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A folder from which a run could start, as far as files can tell: its model has no weights."""
+    """A folder from which a run could start, as far as files can tell: its model has no tensors and no tokens."""
     model = tmp_path / "build" / "model"
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(PROJECT_MODEL))
-    (model / "model.safetensors").touch()
-    (model / "tokenizer.json").touch()
+    write_safetensors(model / "model.safetensors", {})
+    (model / "tokenizer.json").write_text("{}")
     (model / "tokenizer_config.json").write_text("{}")
     (tmp_path / "build" / "rows.jsonl").write_text(json.dumps(PROJECT_ROW) + "\n")
     (tmp_path / "reward.py").write_text(PROJECT_REWARDS)

@@ -106,6 +106,11 @@ def test_samples(laminar: Laminar, folder: RunFolder) -> None:
     assert laminar.out.split("\n")[1] == "group 3  prompt text"
     assert laminar("samples", folder.path, "--group", 6) == 0
     assert "(text no longer kept)" in laminar.out and "reward       -" in laminar.out
+    assert laminar("samples", folder.path, "--best", 1, "--worst", 1) == 0
+    assert [line.split()[1:3] for line in laminar.out.splitlines() if "reward" in line] == [
+        ["reward", "1.000"],
+        ["reward", "0.000"],
+    ]
 
 
 def test_replay(laminar: Laminar, folder: RunFolder) -> None:

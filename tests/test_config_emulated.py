@@ -117,8 +117,8 @@ def test_gpus_are_for_emulated_runs_only(path: Path, key: str) -> None:
     assert re.search(message, only_problem(path, f"{key}=8"))
 
 
-@pytest.mark.parametrize("key", ["model.path", "data.train", "reward.functions"])
-def test_other_runs_need_a_model_a_dataset_and_a_reward(path: Path, key: str) -> None:
+@pytest.mark.parametrize("key", ["model.path", "data.train"])
+def test_other_runs_need_a_model_and_a_dataset(path: Path, key: str) -> None:
     path.write_text(WITH_A_MODEL)
     assert f"{key}: missing: only emulated runs do without" in only_problem(path, f"{key}=none")
 

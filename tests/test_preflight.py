@@ -1,7 +1,8 @@
-"""What is found before a run starts: model folder, datasets, reward functions and their columns (faults 21, 39)."""
+"""What is found before a run starts: datasets, reward functions and their columns, trackers (faults 21, 39)."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from pathlib import Path
 
@@ -34,54 +35,18 @@ def test_everything_is_told_at_once(project: Path) -> None:
         preflight.check(load(project / "config.toml"))
 
 
-# ---------------------------------------------------------------- the model folder
+# ---------------------------------------------------------------- trackers
 
 
-def test_a_missing_model_folder_names_the_script_that_makes_it(project: Path) -> None:
-    message = only_problem(project, f"model.path={project}/build/other")
-    assert "the model folder is not there" in message and f"got: {project}/build/other" in message
-    assert "fix: correct the path" in message
+def test_a_tracker_whose_package_is_missing(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def distribution(name: str) -> object:
+        raise importlib.metadata.PackageNotFoundError(name)
 
-    (project / "prepare.py").touch()
-    message = only_problem(project, f"model.path={project}/build/other")
-    assert f"fix: run `python {project}/prepare.py`" in message
-
-
-@pytest.mark.parametrize(
-    ("file", "message"),
-    [
-        ("config.json", "can't read config.json"),
-        ("model.safetensors", "has no weights"),
-        ("tokenizer.json", "has no tokenizer"),
-    ],
-)
-def test_a_model_folder_that_lacks_something(project: Path, file: str, message: str) -> None:
-    (project / "build" / "model" / file).unlink()
-    assert message in only_problem(project)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "config.json is not valid JSON"),
-        ("[]", "config.json holds no JSON object"),
-        (json.dumps({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}), 'use engine = "vllm"'),
-        (json.dumps({"model_type": "bert", "architectures": ["BertModel"]}), "not a causal language model"),
-    ],
-)
-def test_a_model_that_can_not_be_used(project: Path, text: str, message: str) -> None:
-    (project / "build" / "model" / "config.json").write_text(text)
-    assert message in only_problem(project)
-
-
-@pytest.mark.parametrize(
-    ("max_new_tokens", "max_prompt_tokens", "fits"),
-    [(63, "none", True), (64, "none", False), (32, "32", True), (32, "33", False)],
-)
-def test_sequences_must_fit_the_model(project: Path, max_new_tokens: int, max_prompt_tokens: str, fits: bool) -> None:
-    overrides = (f"rollout.max_new_tokens={max_new_tokens}", f"data.max_prompt_tokens={max_prompt_tokens}")
-    found = problems(project, *overrides)
-    assert found == [] if fits else "the model's 64 tokens" in found[0]
+    assert problems(project, 'report_to=["tensorboard"]') == []
+    monkeypatch.setattr(importlib.metadata, "distribution", distribution)
+    message = only_problem(project, 'report_to=["trackio"]')
+    assert "`trackio` is not installed" in message and "fix: pip install 'laminar-rl[trackio]'" in message
+    assert problems(project) == []
 
 
 # ---------------------------------------------------------------- data
@@ -117,6 +82,13 @@ def test_chat_prompts_need_a_chat_template(project: Path, where: str) -> None:
     assert ("no chat template" in found[0]) if where == "nowhere" else found == []
 
 
+def test_a_system_prompt_makes_a_chat_of_text(project: Path) -> None:
+    message = only_problem(project, "data.system_prompt=Be brief.")
+    assert "no chat template" in message and "the prompt is text beside data.system_prompt" in message
+    (project / "build" / "model" / "chat_template.jinja").write_text("{{ messages }}")
+    assert problems(project, "data.system_prompt=Be brief.") == []
+
+
 # ---------------------------------------------------------------- reward functions
 
 
@@ -141,6 +113,12 @@ def test_a_reward_function_that_can_not_be_used(
     """Fault 21."""
     monkeypatch.chdir(project)
     assert message in only_problem(project, f'reward.functions=["{spec}"]')
+
+
+def test_a_run_needs_a_reward_function(project: Path) -> None:
+    message = only_problem(project, "reward.functions=none")
+    assert message.startswith("reward.functions: missing") and "verl" not in message
+    assert "[reward]" in message.partition("fix: ")[2]
 
 
 def test_a_missing_column_may_come_from_the_kwargs(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

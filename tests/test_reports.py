@@ -169,6 +169,25 @@ def test_samples(folder: RunFolder) -> None:
     assert len(reports.samples(folder)["samples"]) == 14
 
 
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ({"best": 2}, [(0, 1), (1, 1)]),
+        ({"worst": 2}, [(1, 0), (0, 0)]),
+        ({"best": 1, "worst": 1}, [(0, 1), (0, 0)]),
+        ({"best": 9, "last": 1}, [(3, 1), (3, 0)]),
+        ({"worst": 1, "group": 2}, [(2, 0)]),
+        ({"best": 1, "group": 6}, []),
+    ],
+    ids=str,
+)
+def test_the_best_and_the_worst_samples(
+    folder: RunFolder, choice: dict[str, int], expected: list[tuple[int, int]]
+) -> None:
+    """Rewards are 0 and 1 in each group; group 6 has none yet."""
+    assert [(r["group"], r["index"]) for r in reports.samples(folder, **choice)["samples"]] == expected
+
+
 def test_processes_that_are_gone_have_ended(folder: RunFolder) -> None:
     import os
 

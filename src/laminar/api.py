@@ -14,9 +14,10 @@ from laminar.config import parse
 from laminar.errors import ConfigError
 from laminar.run_folder import RunFolder
 from laminar.runtime import launch
+from laminar.trackers import Reporter
 from laminar.view import View
 
-Dataset = str | Path | Sequence[Mapping[str, Any]] | Callable[[], Iterable[Mapping[str, Any]]]
+Dataset = str | Path | Iterable[Mapping[str, Any]] | Callable[[], Iterable[Mapping[str, Any]]]
 RewardFunction = str | Callable[..., Any]
 
 
@@ -25,9 +26,10 @@ class Trainer:
 
     Args:
         model: folder with a Hugging Face causal language model and its tokenizer.
-        reward_funcs: one or several reward functions in TRL's form, or their `file.py:function` names. They travel to
-            other processes by cloudpickle, so lambdas and functions of a notebook work.
-        train_dataset: rows with a `prompt` column: a file, a list, or a callable that returns an iterable.
+        reward_funcs: one or several reward functions in TRL's or verl's form, or their `file.py:function` names. They
+            travel to other processes by cloudpickle, so lambdas and functions of a notebook work.
+        train_dataset: rows with a `prompt` column: what `data.train` may name, a Hugging Face dataset (a stream is read
+            to its end), a list or another iterable, or a callable that returns one.
         eval_dataset: the same, for `config["eval"]`.
         config: keys of the config file as nested dictionaries.
         run_dir: where the run is kept; `runs/python-<time>` if not given.
@@ -59,13 +61,13 @@ class Trainer:
         if eval_dataset is not None:
             self._set(values, "data", "eval", self._named(eval_dataset, "eval_dataset"))
         if self._objects:
-            self.folder.user_code.write_bytes(cloudpickle.dumps(self._objects))
+            self.folder.user_code.write_bytes(self._pickled())
         self.config = parse(values, source="config", folder=Path.cwd())
         preflight.check(self.config)
 
     def train(self) -> Path:
         """Train to the end. Returns the folder of the trained model. Raises RunFailed, or KeyboardInterrupt."""
-        with View(self.folder, self.config.iterations) as view:
+        with View(self.folder, self.config.iterations) as view, Reporter(self.folder, self.config, view.say):
             code = launch.train(self.config, self.folder.path, resume=False, say=view.say)
         if code:
             raise KeyboardInterrupt
@@ -83,6 +85,17 @@ class Trainer:
             name = f"{base}_{count}"
         self._objects[name] = value
         return f"{self.folder.user_code}:{name}"
+
+    def _pickled(self) -> bytes:
+        try:
+            return bytes(cloudpickle.dumps(self._objects))
+        except Exception as cause:  # what the user's objects raise
+            raise ConfigError(
+                "an argument can't be sent to other processes",
+                where=", ".join(self._objects),
+                got=f"{type(cause).__name__}: {cause}",
+                fix="give a list, or a function that makes what is needed where it is called",
+            ) from cause
 
     @staticmethod
     def _set(values: dict[str, Any], section: str, key: str, value: object) -> None:

@@ -110,7 +110,8 @@ def train(
 
     path, overrides = _split(arguments)
     if resume is not None:
-        path = path or _config_of(resume)
+        found = _config_of(resume)
+        path = path or found
     elif path is None:
         raise ConfigError("no config", expected="laminar train CONFIG.toml [KEY=VALUE]..., or --resume RUN")
     config = load(path, overrides)
@@ -120,10 +121,11 @@ def train(
     from laminar import reports
     from laminar.run_folder import RunFolder
     from laminar.runtime import launch
+    from laminar.trackers import Reporter
     from laminar.view import View
 
     run = RunFolder(folder)
-    with View(run, config.iterations) as view:
+    with View(run, config.iterations) as view, Reporter(run, config, view.say):
         view.say(f"run folder: {run.path}")
         code = launch.train(config, folder, resume is not None, view.say)
     if code == 0:
@@ -291,16 +293,19 @@ def samples(
     run: Run,
     group: Annotated[int | None, typer.Option("--group", help="Only this group.")] = None,
     last: Annotated[int | None, typer.Option("--last", help="Only the newest N scored groups.")] = None,
+    best: Annotated[int | None, typer.Option("--best", min=1, help="Of these, N with the highest reward.")] = None,
+    worst: Annotated[int | None, typer.Option("--worst", min=1, help="Of these, N with the lowest reward.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show prompts, completions and rewards. Texts of the last 1,000 groups are kept.
 
     \b
     laminar samples runs/sort-20260101-120000 --last 2
+    laminar samples runs/sort-20260101-120000 --best 3 --worst 3
     """
     from laminar import reports
 
-    rows = reports.samples(reports.open_run(run), group, last)
+    rows = reports.samples(reports.open_run(run), group, last, best, worst)
     if as_json:
         print_json(rows)
         return

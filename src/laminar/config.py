@@ -49,17 +49,26 @@ class ModelConfig(_Section):
         strict=False,
         description="Folder with a Hugging Face causal language model and its tokenizer. `none` in emulated runs only.",
     )
+    allow_pickle: bool = Field(
+        False, description="Load weights from `pytorch_model*.bin` too. Loading a pickle can run code that is in it."
+    )
 
 
 class DataConfig(_Section):
     train: str | None = Field(
-        description="Training prompts: a `.jsonl` or `.parquet` file, or `module:name` / `path/to/file.py:name` "
-        "of a list or of a callable that returns an iterable of rows. `none` in emulated runs only."
+        description="Training prompts: a `.jsonl` or `.parquet` file; `folder` or `folder:split` that `save_to_disk` "
+        "of a Hugging Face dataset has written; `owner/name[:split]` or `owner/name/config[:split]` on the hub "
+        "(`train` if no split is named); or `path/to/file.py:name` / `module:name` of a list or of a callable that "
+        "returns an iterable of rows. `none` in emulated runs only."
     )
     eval: str | None = Field(None, description="Evaluation prompts, in the same forms. Needed by `[eval]`.")
     epochs: int | None = Field(None, ge=1, description="Passes over the training prompts; `none` wraps for ever.")
     prompt_column: str = Field("prompt", description="Column with the prompt: text, or chat messages.")
-    system_prompt: str | None = Field(None, description="Put before each chat prompt that has no system message.")
+    system_prompt: str | None = Field(
+        None,
+        description="Put before each chat prompt that has no system message. A prompt that is text becomes the user's "
+        "message after it.",
+    )
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, description="Passed on to the chat template.")
     max_prompt_tokens: int | None = Field(
         None,
@@ -77,17 +86,23 @@ class DataConfig(_Section):
 
 class RewardConfig(_Section):
     functions: list[str] | None = Field(
+        None,
         min_length=1,
-        description="Reward functions, `path/to/file.py:function` or `module:function`. `none` in emulated runs only, "
-        "where every reward is 1.",
+        description="Reward functions in TRL's or verl's form, `path/to/file.py:function` or `module:function`. `none` "
+        "in emulated runs only, where every reward is 1.",
     )
     weights: list[float] | None = Field(None, description="One weight a function; `none` = all 1.")
     kwargs: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments for every function.")
     timeout_s: float = Field(
         30.0, gt=0, description="Limit for one sample; a group's call gets this times its members."
     )
+    on_failure: Literal["drop", "fail"] | float = Field(
+        "drop",
+        description="What becomes of a sample on which a function fails or is too slow even alone: dropped with a "
+        "reason, the end of the run, or this reward (counted in `num_reward_failures`).",
+    )
     max_failures: int = Field(
-        10, ge=1, description="Consecutive failed calls, with no success between them, that stop the run."
+        10, ge=1, description="Groups in a row, with no success between them, that fail as a whole and stop the run."
     )
 
 
@@ -247,9 +262,14 @@ class Config(_Section):
     gpus: int | None = Field(
         None, ge=1, description="All GPUs of an emulated run; `none` = `rollout.gpus` + `train.gpus`."
     )
+    report_to: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
+        default_factory=list,
+        description="Trackers that get a copy of the metrics; one may be given by its name alone. Their own "
+        "environment variables hold, as WANDB_MODE=offline does.",
+    )
     model: ModelConfig
     data: DataConfig
-    reward: RewardConfig
+    reward: RewardConfig = Field(default_factory=RewardConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
@@ -266,6 +286,11 @@ class Config(_Section):
             return config_emulated.with_defaults(raw, SimulationConfig().profile)
         except ConfigError as problem:
             raise InvalidConfig([problem]) from None
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _one_tracker_is_a_list_of_one(cls, value: object) -> object:
+        return {"none": []}.get(value, [value]) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
@@ -301,6 +326,7 @@ class Config(_Section):
 
     @property
     def reward_functions(self) -> list[str]:
+        """Refused by `laminar check` if there are none."""
         assert self.reward.functions is not None
         return self.reward.functions
 
@@ -482,8 +508,7 @@ def _broken_rules(config: Config) -> Iterator[ConfigError]:
         )
     yield from _broken_reward_rules(config)
     if "emulated" not in (rollout.engine, train.backend):
-        needed = {"model.path": config.model.path, "data.train": config.data.train}
-        for key, value in (needed | {"reward.functions": config.reward.functions}).items():
+        for key, value in (("model.path", config.model.path), ("data.train", config.data.train)):
             if value is None:
                 yield ConfigError("missing: only emulated runs do without", where=key, got="none")
     yield from config_emulated.broken_rules(config)

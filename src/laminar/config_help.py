@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, MinLen
 from pydantic import BaseModel, ValidationError
@@ -89,6 +89,7 @@ PEER_NAMES: dict[str, str] = {
     "max_head_offpolicyness": "max_staleness",
     "staleness_threshold": "max_staleness",
     "random_seed": "seed",
+    "logger": "report_to",
 }
 """Names in TRL, verl, OpenRLHF, AReaL, slime and prime-rl, and what the same thing is called here."""
 
@@ -145,9 +146,6 @@ CAPABILITIES: tuple[Unsupported, ...] = (
     Unsupported("train.use_peft", _SET, _WHOLE_MODEL, "remove the key"),
     Unsupported("train.lora_rank", _SET, _WHOLE_MODEL, "remove the key"),
     Unsupported("model.lora_rank", _SET, _WHOLE_MODEL, "remove the key"),
-    Unsupported(
-        "report_to", _SET, "this version reports to no outside tracker", "read metrics.jsonl in the run folder"
-    ),
 )
 """What this version does not support, why, and what to do instead. The only such list."""
 
@@ -183,13 +181,18 @@ def accepts_none(field: FieldInfo) -> bool:
     return NoneType in get_args(field.annotation)
 
 
+def _kinds(field: FieldInfo) -> list[Any]:
+    """The types of a field, that of no value apart."""
+    if get_origin(field.annotation) in (UnionType, Union):
+        return [kind for kind in get_args(field.annotation) if kind is not NoneType]
+    return [field.annotation]
+
+
 def expectation(field: FieldInfo) -> str:
     """The values a field takes, in words: `an integer >= 1, or none`."""
     if section_model(field):
         return "a section"
-    kinds = [kind for kind in get_args(field.annotation) if kind is not NoneType]
-    kind: Any = kinds[0] if isinstance(field.annotation, UnionType) else field.annotation
-    text = _kind_in_words(kind)
+    text = " or ".join(map(_kind_in_words, _kinds(field)))
     for limit in field.metadata:
         match limit:
             case Ge(bound):
@@ -207,7 +210,10 @@ def _kind_in_words(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(shown(choice) for choice in get_args(kind))
     if get_origin(kind) is list:
-        return "a list of " + {str: "strings", float: "numbers"}[get_args(kind)[0]]
+        (item,) = get_args(kind)
+        return "a list of " + (
+            {str: "strings", float: "numbers"}.get(item) or _kind_in_words(item).removeprefix("one of ")
+        )
     if get_origin(kind) is dict:
         return "a table"
     return {int: "an integer", float: "a number", bool: "true or false", str: "a string", Path: "a path"}[kind]
@@ -220,8 +226,9 @@ def shown(value: object) -> str:
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> list[ConfigError]:
-    """One problem for each thing that pydantic refused."""
-    return [_explain_one(details, model) for details in error.errors(include_url=False)]
+    """One problem for each thing that pydantic refused. A value is refused by each of the types it might have."""
+    problems = [_explain_one(details, model) for details in error.errors(include_url=False)]
+    return list({str(problem): problem for problem in problems}.values())
 
 
 def _explain_one(details: ErrorDetails, model: type[BaseModel]) -> ConfigError:
@@ -235,8 +242,9 @@ def _explain_one(details: ErrorDetails, model: type[BaseModel]) -> ConfigError:
         section = section_model(field)
         add = f"add a section [{key}]" if section else f"add {key.rpartition('.')[2]} to [{key.rpartition('.')[0]}]"
         return ConfigError("missing", where=key, expected=expectation(field), fix=f"{add}: {_purpose(field)}")
+    place = parts[key.count(".") + 1 :] if len(_kinds(field)) == 1 else []
     return ConfigError(
-        "can't have this value" if len(parts) <= 2 else f"item {parts[2]} can't have this value",
+        f"item {place[0]} can't have this value" if place else "can't have this value",
         where=key,
         expected=expectation(field),
         got=shown(details["input"]),
@@ -252,17 +260,28 @@ def _purpose(field: FieldInfo) -> str:
 
 
 def _closest_choice(field: FieldInfo, value: object) -> str | None:
-    if get_origin(field.annotation) is not Literal or not isinstance(value, str):
-        return None
-    close = difflib.get_close_matches(value.lower(), get_args(field.annotation), n=1)
+    kinds = [get_args(kind)[0] if get_origin(kind) is list else kind for kind in _kinds(field)]
+    choices = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+    close = difflib.get_close_matches(value.lower(), choices, n=1) if isinstance(value, str) else []
     return f"did you mean {shown(close[0])}?" if close else None
 
 
 def _unknown_key(key: str, value: object, model: type[BaseModel]) -> ConfigError:
     what = "unknown section" if isinstance(value, Mapping) and "." not in key else "unknown key"
-    return ConfigError(
-        what, where=key, got=shown(value), fix=suggestion(key, model) or "see docs/config.md for all keys"
-    )
+    fix = suggestion(key, model) or _suggestions_within(value) or "see docs/config.md for all keys"
+    return ConfigError(what, where=key, got=shown(value), fix=fix)
+
+
+def _suggestions_within(value: object) -> str | None:
+    """What the keys of a peer's section, however deep, are called here."""
+    names = [name for name in _leaf_names(value) if name in PEER_NAMES]
+    return "; ".join(f"{name} is called {PEER_NAMES[name]} here" for name in names) or None
+
+
+def _leaf_names(value: object) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _leaf_names(inner) if isinstance(inner, Mapping) else [str(name)]
 
 
 def suggestion(key: str, model: type[BaseModel]) -> str | None:

@@ -64,7 +64,7 @@ def _absolute_value(key: str, value: Any, folder: Path) -> Any:
     if key == "reward.functions" and isinstance(value, list):
         return [_absolute_spec(item, folder) if isinstance(item, str) else item for item in value]
     if key in ("data.train", "data.eval") and isinstance(value, str) and value != "none":
-        return _absolute_spec(value, folder) if ":" in value else _absolute_path(value, folder)
+        return _absolute_dataset(value, folder)
     if key == "model.path" and isinstance(value, str | Path) and value != "none":
         return _absolute_path(value, folder)
     if key == "simulation.profile" and isinstance(value, str) and value.endswith(".toml"):
@@ -72,15 +72,34 @@ def _absolute_value(key: str, value: Any, folder: Path) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
-def _absolute_spec(spec: str, folder: Path) -> str:
-    """`path/to/file.py:name` with an absolute path; `module:name` too if the module is a file in `folder`.
+def is_hub_name(name: str) -> bool:
+    """Whether it looks like `owner/name` or `owner/name/config` of a dataset on the Hugging Face hub."""
+    is_file = name.endswith((".jsonl", ".json", ".parquet", ".arrow", ".csv", ".tsv", ".txt", ".py", ".pkl"))
+    return re.fullmatch(r"\w[\w.-]*(/[\w.-]*\w){1,2}", name) is not None and not is_file
 
-    So every process of the run finds the user's modules, wherever it was started.
+
+def _absolute_dataset(spec: str, folder: Path) -> str:
+    """A file, a folder with or without `:split`, a name on the hub, or what `_absolute_spec` takes."""
+    path, colon, split = spec.partition(":")
+    if (folder / Path(path).expanduser()).is_dir():
+        return f"{_absolute_path(path, folder)}{colon}{split}"
+    if is_hub_name(path):
+        return spec
+    return _absolute_spec(spec, folder) if colon else _absolute_path(spec, folder)
+
+
+def _absolute_spec(spec: str, folder: Path) -> str:
+    """`path/to/file.py:name` with an absolute path; `module:name` too if the module is in `folder`.
+
+    So every process of the run finds the user's modules, wherever it was started. A module of a package becomes
+    `folder/package.module:name`, because it may import its neighbours.
     """
     path, colon, name = spec.rpartition(":")
     if colon and re.fullmatch(r"\w+", path) and (folder / f"{path}.py").is_file():
         path = f"{path}.py"
-    return f"{_absolute_path(path, folder)}:{name}" if colon and path.endswith((".py", ".pkl")) else spec
+    is_package = re.fullmatch(r"\w+(\.\w+)*", path) is not None and (folder / path.partition(".")[0]).is_dir()
+    is_path = is_package or path.endswith((".py", ".pkl"))
+    return f"{_absolute_path(path, folder)}:{name}" if colon and is_path else spec
 
 
 def _absolute_path(path: str | Path, folder: Path) -> str:

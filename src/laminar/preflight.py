@@ -5,19 +5,18 @@ Imports no torch, no transformers and no Ray, and loads no weights; it does impo
 
 from __future__ import annotations
 
-import json
+import importlib.metadata
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from laminar.config import Config, InvalidConfig
-from laminar.data.prompts import check_prompt, context_tokens, first_row
+from laminar.data.prompts import check_prompt
 from laminar.data.rewards import check_function, load_functions
-from laminar.errors import ConfigError, DataError, ModelError, UserError
-from laminar.rollout.families import supports
-
-WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+from laminar.data.rows import first_row
+from laminar.data.verl import is_verl_row
+from laminar.errors import ConfigError, DataError, RewardError, UserError
+from laminar.model_folder import has_chat_template, model_problems
 
 
 def check(config: Config) -> None:
@@ -28,9 +27,20 @@ def check(config: Config) -> None:
 
 def find_problems(config: Config) -> list[UserError]:
     """All that would keep a run from starting, as far as files and functions can tell."""
+    trackers = _tracker_problems(config)
     if config.emulated:
-        return list(_emulation_problems(config))
-    return [*_model_problems(config), *_data_problems(config)]
+        return [*_emulation_problems(config), *trackers]
+    return [*model_problems(config), *_data_problems(config), *trackers]
+
+
+def _tracker_problems(config: Config) -> Iterator[UserError]:
+    for name in config.report_to:
+        try:
+            importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            yield ConfigError(
+                f"the package `{name}` is not installed", where="report_to", fix=f"pip install 'laminar-rl[{name}]'"
+            )
 
 
 def _emulation_problems(config: Config) -> Iterator[UserError]:
@@ -43,49 +53,6 @@ def _emulation_problems(config: Config) -> Iterator[UserError]:
         )
 
 
-def _model_problems(config: Config) -> Iterator[UserError]:
-    folder = config.model_path
-    if not folder.is_dir():
-        yield ModelError(
-            "the model folder is not there",
-            where="model.path",
-            expected="a folder with a Hugging Face causal language model (nothing is downloaded)",
-            got=str(folder),
-            fix=_maker(folder) or "correct the path, or download the model into a folder first",
-        )
-        return
-    for what, patterns in (("weights", WEIGHT_FILES), ("tokenizer", TOKENIZER_FILES)):
-        if not any(any(folder.glob(pattern)) for pattern in patterns):
-            yield ModelError(
-                f"the model folder has no {what}",
-                where="model.path",
-                expected=f"one of {', '.join(patterns)} in {folder}",
-                fix=_maker(folder / "config.json"),
-            )
-    try:
-        model = _read_object(folder / "config.json")
-    except ModelError as error:
-        yield error
-        return
-    if reason := supports(model):
-        yield ModelError(reason, where="model.path", got=str(folder))
-    yield from _length_problems(config, model)
-
-
-def _length_problems(config: Config, model: Mapping[str, Any]) -> Iterator[UserError]:
-    limit = context_tokens(model)
-    longest = (config.data.max_prompt_tokens or 1) + config.rollout.max_new_tokens
-    if limit is not None and longest > limit:
-        yield ModelError(
-            "the model can't take sequences this long",
-            where="rollout.max_new_tokens",
-            expected=f"prompt and response within the model's {limit} tokens",
-            got=f"{longest} (prompt {config.data.max_prompt_tokens or 'at least 1'}, response "
-            f"{config.rollout.max_new_tokens})",
-            fix="lower rollout.max_new_tokens or data.max_prompt_tokens",
-        )
-
-
 def _data_problems(config: Config) -> Iterator[UserError]:
     """Datasets and reward functions: the first row must have what the functions ask for."""
     rows: dict[str, dict[str, Any]] = {}
@@ -94,8 +61,11 @@ def _data_problems(config: Config) -> Iterator[UserError]:
             try:
                 rows[key] = first_row(spec, Path.cwd())
                 _check_first_prompt(config, rows[key], key)
-            except DataError as error:
+            except UserError as error:
                 yield error
+    if config.reward.functions is None:
+        yield _no_reward(any(map(is_verl_row, rows.values())))
+        return
     try:
         functions = load_functions(config.reward_functions, Path.cwd())
     except UserError as error:
@@ -104,43 +74,28 @@ def _data_problems(config: Config) -> Iterator[UserError]:
     for row in rows.values():
         for name, function in functions.items():
             try:
-                check_function(name, function, row.keys(), config.reward.kwargs.keys(), config.data.prompt_column)
+                check_function(name, function, row, config.reward.kwargs.keys(), config.data.prompt_column)
             except UserError as error:
                 yield error
+
+
+def _no_reward(is_verl: bool) -> RewardError:
+    what = "missing: only emulated runs do without"
+    fix = 'write one, as in functions = ["reward.py:exact_match"] under [reward]'
+    if is_verl:
+        what = "missing: these are rows of verl, but verl's built-in scorers are not included"
+        fix = 'copy the scorer that you use, as in functions = ["reward.py:compute_score"] under [reward]'
+    return RewardError(what, where="reward.functions", expected="a list of functions that score responses", fix=fix)
 
 
 def _check_first_prompt(config: Config, row: Mapping[str, Any], key: str) -> None:
     prompt = check_prompt(dict(row), config.data.prompt_column, f"first row of {key}")
     folder = config.model_path
-    if not isinstance(prompt, str) and (folder / "tokenizer_config.json").is_file() and not _has_chat_template(folder):
+    has_template = not (folder / "tokenizer_config.json").is_file() or has_chat_template(folder)
+    what = "chat messages" if not isinstance(prompt, str) else "text beside data.system_prompt"
+    if not has_template and (not isinstance(prompt, str) or config.data.system_prompt is not None):
         raise DataError(
-            "the prompt is chat messages, but the model's tokenizer has no chat template",
+            f"the prompt is {what}, but the model's tokenizer has no chat template",
             where=f"first row of {key}",
-            fix="use the model of a chat, or give prompts as text",
+            fix="use the model of a chat, or give prompts as text without a system prompt",
         )
-
-
-def _has_chat_template(folder: Path) -> bool:
-    if any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
-        return True
-    return bool(_read_object(folder / "tokenizer_config.json").get("chat_template"))
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"can't read {path.name}", where="model.path", got=str(error), fix=_maker(path)) from None
-    except ValueError as error:
-        raise ModelError(f"{path.name} is not valid JSON", where="model.path", got=f"{path}: {error}") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path.name} holds no JSON object", where="model.path", got=str(path))
-    return value
-
-
-def _maker(missing: Path) -> str | None:
-    """How to make a missing file: a `prepare.py` near it."""
-    for folder in missing.parents[:3]:
-        if (folder / "prepare.py").is_file():
-            return f"run `python {folder / 'prepare.py'}`, which makes it"
-    return None

@@ -154,8 +154,17 @@ def processes(folder: RunFolder) -> Json:
     return {"processes": [row if is_running(row["pid"]) else row | {"state": "ended"} for row in rows]}
 
 
-def samples(folder: RunFolder, group: int | None = None, last: int | None = None) -> Json:
-    """Samples with their text, of one group or of the `last` groups; texts of old groups are gone (None)."""
+def samples(
+    folder: RunFolder,
+    group: int | None = None,
+    last: int | None = None,
+    best: int | None = None,
+    worst: int | None = None,
+) -> Json:
+    """Samples with their text, of one group or of the `last` groups; texts of old groups are gone (None).
+
+    `best`, `worst`: of these, so many with the highest and the lowest reward, the best first, the worst last.
+    """
     where, values = "1", []
     if group is not None:
         where, values = "g.id = ?", [group]
@@ -166,10 +175,16 @@ def samples(folder: RunFolder, group: int | None = None, last: int | None = None
         )
     query = (
         "SELECT g.id AS 'group', s.idx AS 'index', s.attempt, s.version, s.state, g.prompt_text AS prompt, "
-        f"s.completion, s.reward FROM samples s JOIN groups g ON g.id = s.group_id WHERE {where} ORDER BY g.id, s.idx"
+        f"s.completion, s.reward FROM samples s JOIN groups g ON g.id = s.group_id WHERE {where}"
     )
     with closing(schema.connect_read_only(folder.database)) as db:
-        return {"samples": [dict(row) for row in db.execute(query, values)]}
+        if best is None and worst is None:
+            rows = db.execute(f"{query} ORDER BY g.id, s.idx", values).fetchall()
+        else:
+            scored = f"{query} AND s.reward IS NOT NULL AND s.completion IS NOT NULL ORDER BY s.reward"
+            rows = db.execute(f"{scored} DESC, g.id, s.idx LIMIT ?", [*values, best or 0]).fetchall()
+            rows += db.execute(f"{scored}, g.id, s.idx LIMIT ?", [*values, worst or 0]).fetchall()[::-1]
+        return {"samples": [dict(row) for row in rows]}
 
 
 # ---------------------------------------------------------------- replay

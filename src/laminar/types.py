@@ -179,7 +179,8 @@ class UnscoredGroup:
 
 @dataclass(frozen=True, slots=True)
 class MemberScore:
-    """`reward` is None when every function said None. A failed member has `failure` and no reward."""
+    """`reward` is None when every function said None. A failed member has `failure`, and the reward of
+    `reward.on_failure` if that is one."""
 
     index: int
     attempt: int

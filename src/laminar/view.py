@@ -1,4 +1,4 @@
-"""The live view of a run in the terminal: reads metrics.jsonl, eval.jsonl and processes.json, and knows nothing else.
+"""The live view of a run in the terminal: reads files of its folder, and knows nothing else.
 
 On a terminal one line is kept up to date; anywhere else each iteration is a plain line.
 """
@@ -6,6 +6,7 @@ On a terminal one line is kept up to date; anywhere else each iteration is a pla
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,6 +16,30 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from laminar.run_folder import RunFolder, read_json, read_jsonl
 
 LOOK_EVERY_S = 0.25
+SHOWN_CHARACTERS = 1_000
+
+
+class Follower:
+    """Calls `look` from a thread, again and again, and a last time when it is told to stop."""
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        self._look = look
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="follower", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Does nothing if it was not started."""
+        if self._thread.is_alive():
+            self._stop.set()
+            self._thread.join()
+
+    def _follow(self) -> None:
+        while not self._stop.wait(LOOK_EVERY_S):
+            self._look()
+        self._look()
 
 
 class View:
@@ -23,14 +48,14 @@ class View:
     def __init__(self, folder: RunFolder, iterations: int | None, console: Console | None = None) -> None:
         self.folder, self.iterations = folder, iterations
         self.console = console or Console(stderr=True, highlight=False)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="view", daemon=True)
+        self._follower = Follower(self._look)
         self._rows = sum(1 for _ in read_jsonl(folder.metrics))
         self._evals = sum(1 for _ in read_jsonl(folder.evals))
         self._first_row = self._rows
         self._pace: tuple[int, float] | None = None
         """Version and time of the first row of this start: start-up says nothing about the rest."""
         self._phase = ""
+        self._first_prompt_shown = False
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -45,26 +70,24 @@ class View:
 
     def __enter__(self) -> Self:
         self._progress.start()
-        self._thread.start()
+        self._follower.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stop.set()
-        self._thread.join()
-        self._look()
+        self._follower.stop()
         self._progress.stop()
 
     def say(self, line: str) -> None:
         """A line for the user, above the live one."""
         self._progress.console.print(line, markup=False, soft_wrap=True)
 
-    def _follow(self) -> None:
-        while not self._stop.wait(LOOK_EVERY_S):
-            self._look()
-
     def _look(self) -> None:
+        if not self._first_prompt_shown and self.folder.first_prompt.exists():
+            self._first_prompt_shown = True
+            prompt = self.folder.first_prompt.read_text(encoding="utf-8")
+            self.say(f"first prompt: {_cut(prompt)!r}")
         for row in list(read_jsonl(self.folder.evals))[self._evals :]:
             self._evals += 1
             self.say(f"evaluation of version {row['version']}: reward {_number(row['eval_reward_mean'])}")
@@ -112,6 +135,10 @@ def describe(row: dict[str, Any], iterations: int | None) -> str:
         f"{row['samples_per_s']:.0f} samples/s  {row['tokens_per_s']:.0f} tok/s  "
         f"staleness {_number(row['staleness_use_mean'], 1)} (max {_number(row['staleness_use_max'], 0)})"
     )
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} ..."
 
 
 def _number(value: float | None, digits: int = 3) -> str:

@@ -1,18 +1,12 @@
-"""Rows, the order of draws, and prompt ids."""
+"""What a prompt may be, its ids, and the order of draws."""
 
 from __future__ import annotations
 
-import datetime
 import json
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,11 +18,8 @@ from laminar.data.prompts import (
     PromptEncoder,
     PromptSource,
     check_prompt,
-    first_row,
-    load_rows,
     load_tokenizer,
     prompt_limit,
-    row_to_json,
 )
 from laminar.errors import ConfigError, DataError, ModelError
 
@@ -74,118 +65,6 @@ def user(text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text}]
 
 
-# ---------------------------------------------------------------- rows
-
-
-ROWS = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": None}]
-
-
-def write_jsonl(path: Path) -> str:
-    path.write_text("\n" + "\n\n".join(json.dumps(row) for row in ROWS) + "\n  \n", encoding="utf-8")
-    return path.name
-
-
-def write_parquet(path: Path) -> str:
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
-    return path.name
-
-
-def write_list(path: Path) -> str:
-    path.write_text(f"rows = {ROWS!r}\n")
-    return f"{path.name}:rows"
-
-
-def write_generator(path: Path) -> str:
-    path.write_text(f"def rows():\n    yield from {ROWS!r}\n")
-    return f"{path.name}:rows"
-
-
-@pytest.mark.parametrize(
-    ("name", "write"),
-    [("r.jsonl", write_jsonl), ("r.parquet", write_parquet), ("list.py", write_list), ("gen.py", write_generator)],
-)
-def test_every_form_of_dataset_gives_the_same_rows(tmp_path: Path, name: str, write: Callable[[Path], str]) -> None:
-    spec = write(tmp_path / name)
-    assert load_rows(spec, tmp_path) == ROWS
-    assert first_row(spec, tmp_path) == ROWS[0]
-
-
-def test_first_row_reads_no_further(tmp_path: Path) -> None:
-    (tmp_path / "r.jsonl").write_text('{"prompt": "a"}\nnot json\n')
-    (tmp_path / "endless.py").write_text(
-        "import itertools\ndef rows():\n    return ({'prompt': n} for n in itertools.count())\n"
-    )
-    assert first_row("r.jsonl", tmp_path) == {"prompt": "a"}
-    assert first_row("endless.py:rows", tmp_path) == {"prompt": 0}
-
-
-def test_first_row_loads_neither_torch_nor_transformers(tmp_path: Path) -> None:
-    """Fault 39: a check of the config is quick."""
-    write_jsonl(tmp_path / "r.jsonl")
-    code = (
-        "import sys; from pathlib import Path; from laminar.data.prompts import first_row;"
-        "first_row('r.jsonl', Path(sys.argv[1])); print({'torch', 'transformers', 'ray', 'pyarrow'} & set(sys.modules))"
-    )
-    package = Path(load_rows.__code__.co_filename).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, env={"PYTHONPATH": str(package)}
-    )
-    assert (done.stdout.strip(), done.stderr) == ("set()", "")
-
-
-FILES = {
-    "broken.jsonl": '{"prompt": "a"}\n\n{"prompt": "b"\n',
-    "lists.jsonl": '{"prompt": "a"}\n["b"]\n',
-    "empty.jsonl": "\n",
-    "bad.parquet": "not parquet",
-    "things.py": (
-        "number = 3\ntext = 'rows'\nrows = [{'prompt': 'a'}, 'b']\nnone = []\n"
-        "def fails():\n    raise OSError('no disk')\n"
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("spec", "expected"),
-    [
-        ("broken.jsonl", ["broken.jsonl:3: not valid JSON", "expected: one JSON object a line", '{"prompt": "b"']),
-        ("lists.jsonl", ["lists.jsonl:2: a row must have named columns", "got: list"]),
-        ("empty.jsonl", ["the dataset has no rows"]),
-        ("bad.parquet", ["bad.parquet: not a readable parquet file"]),
-        ("things.py:number", ["not a dataset", "got: int"]),
-        ("things.py:text", ["not a dataset", "got: str"]),
-        ("things.py:rows", ["`things.py:rows`, row 2: a row must have named columns"]),
-        ("things.py:none", ["the dataset has no rows"]),
-        ("things.py:fails", ["the dataset's function failed", "OSError: no disk"]),
-        ("things.py:absent", ["there is no `absent` in it"]),
-        ("absent.jsonl", ["absent.jsonl: the dataset is not there", "fix: correct the path"]),
-        ("made.jsonl", ["the dataset is not there", "fix: correct the path"]),
-    ],
-)
-def test_bad_datasets(tmp_path: Path, spec: str, expected: list[str]) -> None:
-    for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
-    with pytest.raises(DataError) as failure:
-        load_rows(spec, tmp_path)
-    for text in expected:
-        assert text in str(failure.value)
-
-
-@pytest.mark.parametrize("place", ["rows.jsonl", "data/rows.jsonl"])
-def test_a_missing_dataset_names_the_script_that_makes_it(tmp_path: Path, place: str) -> None:
-    (tmp_path / "prepare.py").write_text("")
-    for read in (load_rows, first_row):
-        with pytest.raises(DataError, match=f"fix: run `python {tmp_path}/prepare.py`"):
-            read(place, tmp_path)
-
-
-def test_rows_become_json() -> None:
-    row = {"a": np.float32(0.5), "b": np.array([1, 2]), "c": datetime.date(2026, 1, 2), "d": "é"}
-    assert json.loads(row_to_json(row, "row 1")) == {"a": 0.5, "b": [1, 2], "c": "2026-01-02", "d": "é"}
-    with pytest.raises(DataError, match="row 1: a column can't be stored as JSON\n  got: a bytes"):
-        row_to_json({"a": b"x"}, "row 1")
-
-
 # ---------------------------------------------------------------- what a prompt may be
 
 
@@ -195,6 +74,8 @@ def test_rows_become_json() -> None:
         ({"question": "a", "answer": 1}, ["row 4: there is no column `prompt`", "got: columns answer, question"]),
         ({"prompt": ""}, ["row 4: the prompt is empty"]),
         ({"prompt": []}, ["row 4: the prompt is empty"]),
+        ({"prompt": "a\ud800"}, ["row 4: the prompt is not UTF-8", "got: 'utf-8' codec can't encode"]),
+        ({"prompt": [{"role": "user", "content": "\ud800"}]}, ["row 4: the prompt is not UTF-8"]),
         ({"prompt": None}, ["row 4: not a prompt", "got: NoneType"]),
         ({"prompt": 3}, ["row 4: not a prompt", "expected: text, or a list of chat messages", "got: int"]),
         ({"prompt": ["a"]}, ["row 4: not a chat message", "got: 'a'"]),
@@ -255,6 +136,7 @@ def test_system_prompt_and_template_arguments() -> None:
     plain = TOKENIZER.apply_chat_template([system, *user("q")], add_generation_prompt=True, return_dict=False)
     assert encode(user("q"), system_prompt="be brief") == plain
     assert encode([system, *user("q")], system_prompt="not used") == plain
+    assert encode("q", system_prompt="be brief") == plain
     thinking = TOKENIZER.decode(encode(user("q"), chat_template_kwargs={"thinking": True}))
     assert thinking.endswith("assistant\n<think>")
 
@@ -373,6 +255,34 @@ def test_overlong_prompts_are_dropped_or_fail_by_policy() -> None:
     assert not source(3, limit=3).draw(0).overlong
     with pytest.raises(DataError, match=r"row \d of 3: the prompt is too long\n  expected: at most 2 tokens\n  got: 3"):
         source(3, limit=2, overlong_prompt="fail").draw(0)
+
+
+@pytest.mark.parametrize("text", ["word " * 20_000, "<|im_end|>" * 10_000], ids=["words", "special tokens"])
+@pytest.mark.parametrize("chat", [False, True], ids=["text", "chat"])
+def test_a_prompt_of_100_000_characters(text: str, chat: bool) -> None:
+    """Fault 40: it costs a moment, and goes by the policy."""
+    rows = [{"prompt": user(text) if chat else text}]
+    assert PromptSource(rows, TOKENIZER, config(), 64, 0).draw(0).overlong
+    drawn = PromptSource(rows, TOKENIZER, config(overlong_prompt="truncate"), 64, 0).draw(0)
+    assert drawn.prompt_ids is not None and len(drawn.prompt_ids) == 64
+    whole = PromptSource(rows, TOKENIZER, config(), None, 0).draw(0)
+    assert whole.prompt_ids is not None
+    assert text in TOKENIZER.decode(whole.prompt_ids)
+
+
+def test_a_row_without_a_prompt_is_told_before_anything_is_drawn() -> None:
+    """Not hours later, when its turn comes."""
+    rows = [{"prompt": "a"}] * 700 + [{"prompt": None}, {"prompt": ""}]
+    with pytest.raises(DataError, match=r"row 701 of 702: not a prompt\n.*\n  got: NoneType"):
+        PromptSource(rows, TOKENIZER, config(), None, 0)
+
+
+def test_the_first_prompt_as_the_model_sees_it() -> None:
+    prompts = PromptSource([{"prompt": user("q")}], TOKENIZER, config(system_prompt="be brief"), None, 0)
+    turns = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    assert prompts.first_rendered() == f"<s>{turns}"
+    many = source(20)
+    assert many.first_rendered() == f"<s>p{many.draw(0).row_index}"
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,15 @@ def test_file_module_and_pickle_forms(tmp_path: Path) -> None:
     assert resolve("objects.pkl:g", tmp_path, error=RewardError)() == 8
 
 
+def test_a_module_of_a_package_may_import_its_neighbours(tmp_path: Path) -> None:
+    package = tmp_path / "judges_package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "scale.py").write_text("SCALE = 3\n")
+    (package / "judge.py").write_text("from .scale import SCALE\ndef f():\n    return SCALE\n")
+    assert resolve(f"{tmp_path}/judges_package.judge:f", Path("/"), error=RewardError)() == 3
+
+
 def test_two_files_of_one_name_do_not_collide(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()

@@ -313,6 +313,33 @@ def test_a_success_between_failures_resets_the_count(start: Start) -> None:
     assert running.store.fatal == []
 
 
+def test_a_failure_can_have_a_reward_of_its_own_and_stays_known_as_one(start: Start) -> None:
+    running = start(on_failure=-1)
+    running.store.add(1, "a", "v")
+    (score,) = running.wait_for_scores(1)
+    assert rewards(score) == [1.0, -1.0]
+    assert failures(score) == [None, "reward_error"]
+    assert "no good: v" in score.members[1].message
+
+
+def test_a_reward_for_failures_does_not_hide_that_all_fail(start: Start) -> None:
+    """Fault 18."""
+    running = start(on_failure=0.0, max_failures=2)
+    running.store.add(1, "v")
+    running.store.add(2, "v")
+    running.store.wait_for(lambda: bool(running.store.fatal))
+    assert "2 groups in a row" in running.store.fatal[0]
+
+
+def test_a_failure_can_end_the_run(start: Start) -> None:
+    running = start(on_failure="fail")
+    running.store.add(1, "a", "v")
+    running.store.wait_for(lambda: bool(running.store.fatal))
+    (message,) = running.store.fatal
+    assert message.startswith('a sample could not be scored, and `reward.on_failure` is "fail": reward function')
+    assert "no good: v" in message
+
+
 @pytest.mark.parametrize(
     ("function", "expected"),
     [("absent", "there is no `absent` in it"), ("os", "not a reward function")],

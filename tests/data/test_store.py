@@ -233,6 +233,18 @@ def test_failed_and_missing_rewards_are_drops(tmp_path: Path) -> None:
     assert batch.rewards == (0.0, 1.0, 0.0, 1.0, 2.0, 3.0)
 
 
+def test_rewards_that_the_policy_set_are_trained_and_counted(hand: Hand, tmp_path: Path) -> None:
+    """Invariant 3: `reward.on_failure = VALUE`, the user's choice."""
+    hand.finish(hand.issue(1))
+    hand.store.exchange_scores(ScoreReport(1, want=1))
+    members = (MemberScore(0, 0, -1.0, failure="reward_timeout", message="too slow"), MemberScore(1, 0, 1.0))
+    hand.store.exchange_scores(ScoreReport(1, (GroupScore(0, members),)))
+    hand.make(1)
+    assert hand.train(0).rewards == (-1.0, 1.0, 0.0, 1.0)
+    assert reasons(hand.store) == {}
+    assert [row["num_reward_failures"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1]
+
+
 def test_zero_variance_groups_are_dropped_if_asked(tmp_path: Path) -> None:
     hand = Hand(open_store(tmp_path, make_settings(drop_zero_variance=True)))
     hand.finish(hand.issue(2))

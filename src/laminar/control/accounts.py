@@ -50,7 +50,7 @@ class Sample:
     finish_reason: str | None = None
     reward: float | None = None
     reason: str | None = None
-    """Why it was dropped."""
+    """Why it was dropped, or what failed before its reward was set by `reward.on_failure`."""
     staleness_generation: int | None = None
 
 
@@ -460,15 +460,18 @@ class Accounts:
     # ------------------------------------------------------------ score
 
     def score(self, sample_id: SampleId, attempt: int, reward: float | None, failure: str | None) -> bool:
-        """Record a score; the first one wins. `reward` None without `failure`: no function had an opinion."""
+        """Record a score; the first one wins.
+
+        `reward` None without `failure`: no function had an opinion. `failure` with a reward: the user's policy set it.
+        """
         s = self.sample(sample_id)
         if s is None or s.state != "finished" or s.attempt != attempt:
             return False
-        if failure is not None or reward is None:
+        if reward is None:
             self._drop_sample(s, failure or "reward_none")
         else:
             self._sample_step(s, "score")
-            s.reward = reward
+            s.reward, s.reason = reward, failure
         self._settle(self.groups[sample_id.group])
         return True
 

@@ -57,6 +57,7 @@ def iteration_row(
     use = [update - s.version.number for s in samples]
     return {
         "num_samples": len(samples),
+        "num_reward_failures": sum(s.reason is not None for s in samples),
         "num_tokens": num_tokens,
         "response_tokens_mean": _mean(lengths),
         "response_tokens_max": max(lengths, default=None),

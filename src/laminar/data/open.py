@@ -9,11 +9,12 @@ from pathlib import Path
 
 from laminar.config import Config
 from laminar.data.emulated import EmulatedPrompts
-from laminar.data.prompts import PromptSource, context_tokens, load_rows, load_tokenizer, prompt_limit
+from laminar.data.prompts import PromptSource, context_tokens, load_tokenizer, prompt_limit
+from laminar.data.rows import load_rows
 from laminar.data.samplers import SAMPLERS
 from laminar.data.store import DataStore
 from laminar.errors import StorageError
-from laminar.run_folder import RunFolder
+from laminar.run_folder import RunFolder, write_atomic
 from laminar.types import Settings
 
 
@@ -36,8 +37,10 @@ def open_store(
     def source(spec: str) -> PromptSource:
         return PromptSource(load_rows(spec, folder.path), tokenizer, config.data, limit, config.seed)
 
+    training = source(config.train_data)
     evaluation = source(config.data.eval) if config.data.eval is not None else None
-    return DataStore(folder.path, settings, source(config.train_data), evaluation, order, clock, anew)
+    write_atomic(folder.first_prompt, training.first_rendered())
+    return DataStore(folder.path, settings, training, evaluation, order, clock, anew)
 
 
 def _lock(path: Path) -> None:

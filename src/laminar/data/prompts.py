@@ -1,14 +1,12 @@
-"""Prompts: dataset rows, the order they are drawn in, and their token ids.
+"""Prompts: the order in which dataset rows are drawn, and their token ids.
 
 Nothing here imports torch or transformers except `load_tokenizer`, so that a config can be checked quickly.
 """
 
 from __future__ import annotations
 
-import datetime
-import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,10 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from laminar.config import DataConfig
-from laminar.data.resolve import resolve
+from laminar.data.rows import Row, row_to_json
 from laminar.errors import ConfigError, DataError, ModelError
 
-Row = dict[str, Any]
 Messages = list[dict[str, Any]]
 Ids = npt.NDArray[np.int32]
 
@@ -38,119 +35,6 @@ class Tokenizer(Protocol):
     def __call__(self, text: str, **kwargs: Any) -> Any: ...
     def decode(self, token_ids: Any, **kwargs: Any) -> Any: ...
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
-
-
-# ---------------------------------------------------------------- rows
-
-
-def load_rows(spec: str, base_folder: Path) -> Sequence[Row]:
-    """All rows of a dataset: a `.jsonl` or `.parquet` file, or a list or callable named as in `resolve`.
-
-    Nulls of a parquet file become None; blank lines of a JSONL file are skipped.
-    Raises DataError: not there, not readable (with the line), no rows, or a row that has no columns.
-    """
-    rows = list(_iterate(spec, base_folder))
-    if not rows:
-        raise DataError("the dataset has no rows", where=f"`{spec}`")
-    return rows
-
-
-def first_row(spec: str, base_folder: Path) -> Row:
-    """The first row, without reading the others. Raises DataError as `load_rows` does."""
-    row = next(_iterate(spec, base_folder), None)
-    if row is None:
-        raise DataError("the dataset has no rows", where=f"`{spec}`")
-    return row
-
-
-def _iterate(spec: str, base_folder: Path) -> Iterator[Row]:
-    if spec.endswith((".jsonl", ".parquet")):
-        path = (base_folder / spec).resolve()
-        if not path.is_file():
-            raise _missing_file(path)
-        return _jsonl_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path)
-    return _object_rows(resolve(spec, base_folder, error=DataError), spec)
-
-
-def _missing_file(path: Path) -> DataError:
-    makers = [folder / "prepare.py" for folder in (path.parent, path.parent.parent)]
-    maker = next((maker for maker in makers if maker.is_file()), None)
-    return DataError(
-        "the dataset is not there",
-        where=str(path),
-        expected="a `.jsonl` or `.parquet` file",
-        fix="correct the path" if maker is None else f"run `python {maker}`, which makes it",
-    )
-
-
-def _jsonl_rows(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as cause:
-                raise DataError(
-                    f"not valid JSON: {cause.msg} at column {cause.colno}",
-                    where=f"{path}:{number}",
-                    expected="one JSON object a line",
-                    got=repr(line.strip()[:80]),
-                ) from cause
-            yield _checked_row(row, f"{path}:{number}")
-
-
-def _parquet_rows(path: Path) -> Iterator[Row]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                yield from batch.to_pylist()
-    except pyarrow.ArrowException as cause:
-        raise DataError("not a readable parquet file", where=str(path), got=str(cause)) from cause
-
-
-def _object_rows(found: object, spec: str) -> Iterator[Row]:
-    if callable(found):
-        try:
-            found = found()
-        except Exception as cause:  # the user's code, run once
-            raise DataError(
-                "the dataset's function failed", where=f"`{spec}`", got=f"{type(cause).__name__}: {cause}"
-            ) from cause
-    if not isinstance(found, Iterable) or isinstance(found, (str, bytes, Mapping)):
-        raise DataError(
-            "not a dataset",
-            where=f"`{spec}`",
-            expected="a list of rows, or a callable that returns an iterable of rows",
-            got=type(found).__name__,
-        )
-    for number, row in enumerate(found, start=1):
-        yield _checked_row(row, f"`{spec}`, row {number}")
-
-
-def _checked_row(row: object, where: str) -> Row:
-    if not isinstance(row, Mapping):
-        raise DataError("a row must have named columns", where=where, expected="an object", got=type(row).__name__)
-    return dict(row)
-
-
-def row_to_json(row: Row, where: str) -> str:
-    """The row as JSON; numpy values become numbers and lists, dates ISO text. Raises DataError."""
-    try:
-        return json.dumps(row, ensure_ascii=False, default=_plain)
-    except (TypeError, ValueError) as cause:
-        raise DataError("a column can't be stored as JSON", where=where, got=str(cause)) from cause
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, (datetime.date, datetime.time)):
-        return value.isoformat()
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError(f"a {type(value).__name__}")
 
 
 # ---------------------------------------------------------------- token ids
@@ -187,6 +71,7 @@ def check_prompt(row: Row, column: str, where: str) -> str | Messages:
     if isinstance(prompt, str):
         if not prompt:
             raise DataError("the prompt is empty", where=where)
+        _check_text(prompt, where)
         return prompt
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
         raise DataError(
@@ -199,7 +84,16 @@ def check_prompt(row: Row, column: str, where: str) -> str | Messages:
             raise DataError(
                 "not a chat message", where=where, expected='{"role": ..., "content": ...}', got=repr(message)[:200]
             )
+        if isinstance(message["content"], str):
+            _check_text(message["content"], where)
     return [dict(message) for message in prompt]
+
+
+def _check_text(text: str, where: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as cause:
+        raise DataError("the prompt is not UTF-8", where=where, got=str(cause)) from cause
 
 
 class PromptEncoder:
@@ -215,10 +109,16 @@ class PromptEncoder:
     def encode(self, row: Row, where: str) -> list[int]:
         """Ids of the row's prompt, at least one. Raises DataError, with `where` in it."""
         prompt = check_prompt(row, self._config.prompt_column, where)
+        if isinstance(prompt, str) and self._config.system_prompt is not None:
+            prompt = [{"role": "user", "content": prompt}]
         ids = self._encode_text(prompt) if isinstance(prompt, str) else self._encode_chat(prompt, where)
         if not ids:
             raise DataError("the prompt has no tokens", where=where, got=repr(prompt)[:200])
         return ids
+
+    def rendered(self, row: Row, where: str) -> str:
+        """The row's prompt as the model sees it. Raises as `encode`."""
+        return str(self._tokenizer.decode(self.encode(row, where)))
 
     def truncate(self, ids: list[int], limit: int) -> list[int]:
         """The last `limit` ids; a BOS that the tokenizer put in front stays."""
@@ -307,7 +207,7 @@ class _Escape:
         if not self._hidden:
             yield rendered, False
             return
-        for piece in re.split(f"({'|'.join(self._hidden)})", rendered):
+        for piece in re.split(f"({_MARK_EDGE}[0-9]+{_MARK_EDGE})", rendered):
             if piece:
                 yield self._hidden.get(piece, piece), piece in self._hidden
 
@@ -336,6 +236,7 @@ class PromptSource:
     """The prompt pool: what the n-th draw of a run is, a pure function of (rows, config, seed, n).
 
     `max_prompt_tokens` is the limit in force (`prompt_limit`). Each epoch holds each row exactly once.
+    Raises DataError for the first row without a usable prompt.
     """
 
     def __init__(
@@ -347,6 +248,13 @@ class PromptSource:
         self._limit = max_prompt_tokens
         self._seed = seed
         self._order: tuple[int, npt.NDArray[np.intp]] | None = None
+        for row_index in range(len(rows)):
+            check_prompt(rows[row_index], config.prompt_column, self._where(row_index))
+
+    def first_rendered(self) -> str:
+        """The first prompt that is drawn as the model sees it, special tokens and all."""
+        row_index = int(self._epoch_order(0)[0])
+        return self._encoder.rendered(self._rows[row_index], self._where(row_index))
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -363,12 +271,15 @@ class PromptSource:
     def take(self, row_index: int, epoch: int = 0) -> Drawn:
         """Row `row_index` of the dataset as a drawn prompt. Raises DataError for a row that can't be used."""
         row = self._rows[row_index]
-        where = f"row {row_index + 1} of {len(self._rows)}"
+        where = self._where(row_index)
         ids: list[int] | None = self._encoder.encode(row, where)
         if self._limit is not None and ids is not None and len(ids) > self._limit:
             ids = self._overlong(ids, self._limit, where)
         prompt_ids = None if ids is None else np.asarray(ids, dtype=np.int32)
         return Drawn(row_index, epoch, row, row_to_json(row, where), prompt_ids)
+
+    def _where(self, row_index: int) -> str:
+        return f"row {row_index + 1} of {len(self._rows)}"
 
     def _overlong(self, ids: list[int], limit: int, where: str) -> list[int] | None:
         if self._config.overlong_prompt == "drop":

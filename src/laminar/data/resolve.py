@@ -23,9 +23,9 @@ _FORMS = "`path/to/file.py:name` or `module:name`"
 def resolve(spec: str, base_folder: Path, *, error: type[UserError]) -> object:
     """The object that `spec` names.
 
-    `path/to/file.py:name` is an attribute of a file, `module:name` of an importable module, and
-    `path/to/file.pkl:name` an entry of a cloudpickled dict. Relative paths start at `base_folder`, which
-    also goes on `sys.path`, as does a file's own folder. The same file is executed once a process.
+    `path/to/file.py:name` is an attribute of a file, `module:name` or `folder/module:name` of an importable
+    module, and `path/to/file.pkl:name` an entry of a cloudpickled dict. Relative paths start at `base_folder`,
+    which also goes on `sys.path`, as does the folder of a file or module. The same file is executed once a process.
     Raises `error`, a kind of UserError: malformed, not there, can't be imported, or has no such name.
     """
     source, separator, name = spec.rpartition(":")
@@ -37,7 +37,8 @@ def resolve(spec: str, base_folder: Path, *, error: type[UserError]) -> object:
     if source.endswith(".py"):
         module = _load_file(_existing(source, base_folder, spec, error), spec, error)
     else:
-        module = _load_module(source, base_folder, spec, error)
+        *folders, module_name = source.rsplit("/", 1)
+        module = _load_module(module_name, base_folder.joinpath(*folders), spec, error)
     return _attribute(module, name, spec, error)
 
 
@@ -74,7 +75,8 @@ def _load_file(path: Path, spec: str, error: type[UserError]) -> ModuleType:
     return module
 
 
-def _load_module(name: str, base_folder: Path, spec: str, error: type[UserError]) -> ModuleType:
+def _load_module(name: str, folder: Path, spec: str, error: type[UserError]) -> ModuleType:
+    _put_on_path(folder)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as cause:
@@ -83,7 +85,7 @@ def _load_module(name: str, base_folder: Path, spec: str, error: type[UserError]
         raise error(
             f"there is no module `{cause.name}`",
             where=f"`{spec}`",
-            expected=f"{_FORMS}; modules are looked for in {base_folder.resolve()} too",
+            expected=f"{_FORMS}; modules are looked for in {folder.resolve()} too",
             fix="correct the name, or install the package",
         ) from cause
     except (Exception, SystemExit) as cause:  # as above

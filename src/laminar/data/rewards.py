@@ -1,8 +1,8 @@
-"""Reward functions in TRL's form: find them, check them, call them, believe them only if they make sense.
+"""Reward functions in TRL's or verl's form: find them, check them, call them, believe them only if they make sense.
 
-A function is called by keyword, once a finished group, and returns one number or None a completion. The
-reward of a member is the weighted sum over the functions that gave a number. Whatever a function does
-wrong becomes a `FunctionFailed`, never a reward.
+A function in TRL's form is called by keyword, once a finished group, and returns one number or None a completion; one
+in verl's is called through an adapter (`data.verl`). The reward of a member is the weighted sum over the functions that
+gave a number. Whatever a function does wrong becomes a `FunctionFailed`, never a reward.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from laminar.data import verl
 from laminar.data.resolve import resolve
 from laminar.errors import RewardError
 from laminar.types import GroupScore, MemberScore, UnscoredGroup
@@ -106,35 +107,37 @@ def load_functions(specs: Sequence[str], base_folder: Path) -> dict[str, RewardF
 def check_function(
     name: str,
     function: RewardFunction,
-    columns: Collection[str],
+    row: Mapping[str, Any],
     kwargs: Collection[str] = (),
     prompt_column: str = "prompt",
 ) -> None:
-    """Says, without calling it, whether a function can be called on rows with these columns.
+    """Says, without calling it, whether a function can be called on rows like this one.
 
     `kwargs` are the keys of `reward.kwargs`. Raises RewardError that lists the columns found.
     """
-    given = {*GIVEN, *kwargs, *(column for column in columns if column != prompt_column)}
+    where = f"reward function `{name}`"
+    parameters = _parameters(function)
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    missing = []
-    for parameter in _parameters(function):
-        if parameter.default is not parameter.empty or parameter.kind in variadic:
-            continue
+    needed = [p for p in parameters if p.default is p.empty and p.kind not in variadic]
+    for parameter in needed:
         if parameter.kind is parameter.POSITIONAL_ONLY:
-            raise RewardError(
-                f"parameter `{parameter.name}` can't be passed by keyword", where=f"reward function `{name}`"
-            )
-        if parameter.name not in given:
-            missing.append(parameter.name)
-    if missing:
+            raise RewardError(f"parameter `{parameter.name}` can't be passed by keyword", where=where)
+    is_verl = verl.is_verl_function(parameters)
+    if is_verl:
+        given = verl.given(row)
+        expected = "a keyword of verl's form, or a key of `reward.kwargs`"
+        fix = "verl's rows have `data_source` and `reward_model` with `ground_truth`; for others take TRL's form"
+    else:
+        given = {*GIVEN, *(column for column in row if column != prompt_column)}
+        expected = f"a column, one of {', '.join(GIVEN)}, or a key of `reward.kwargs`"
+        fix = "add the column to the dataset, or give the parameter a default"
+    if missing := [p.name for p in needed if p.name not in given and p.name not in kwargs]:
         raise RewardError(
             f"needs {', '.join(f'`{parameter}`' for parameter in missing)}, which the rows don't have",
-            where=f"reward function `{name}`",
-            expected=f"a column, one of {', '.join(GIVEN)}, or a key of `reward.kwargs`",
-            got=f"columns {', '.join(sorted(columns)) or '(none)'}",
-            fix="ask for `prompts`"
-            if prompt_column in missing
-            else "add the column to the dataset, or give the parameter a default",
+            where=where,
+            expected=expected,
+            got=f"columns {', '.join(sorted(row)) or '(none)'}",
+            fix="ask for `prompts`" if prompt_column in missing and not is_verl else fix,
         )
 
 
@@ -197,13 +200,13 @@ class RewardFunctions:
         on_call: Callable[[str], None] = lambda names: None,
     ) -> None:
         check_weights(len(functions), weights)
-        self._functions = dict(functions)
-        self._weights = dict(zip(functions, weights or [1.0] * len(functions), strict=True))
         self._kwargs = dict(kwargs or {})
+        self._functions = {name: _in_trl_form(function, self._kwargs) for name, function in functions.items()}
+        self._weights = dict(zip(functions, weights or [1.0] * len(functions), strict=True))
         self._prompt_column = prompt_column
         self._max_steps = -1 if max_steps is None else max_steps
         self._on_call = on_call
-        self._wanted = {name: _wanted_keywords(function) for name, function in functions.items()}
+        self._wanted = {name: _wanted_keywords(function) for name, function in self._functions.items()}
         self._runner = asyncio.Runner()
 
     def close(self) -> None:
@@ -288,6 +291,11 @@ async def _gather(awaitables: list[Awaitable[Any]]) -> list[Any]:
     return await asyncio.gather(*awaitables, return_exceptions=True)
 
 
+def _in_trl_form(function: RewardFunction, kwargs: Mapping[str, Any]) -> RewardFunction:
+    parameters = _parameters(function)
+    return verl.VerlFunction(function, parameters, kwargs) if verl.is_verl_function(parameters) else function
+
+
 def _wanted_keywords(function: RewardFunction) -> list[str] | None:
     """The keywords the function asks for; None if it takes all."""
     parameters = _parameters(function)
@@ -298,7 +306,8 @@ def _wanted_keywords(function: RewardFunction) -> list[str] | None:
 
 def _raised(name: str, cause: BaseException) -> FunctionFailed:
     frames = cause.__traceback__
-    while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename == __file__:
+    ours = (__file__, verl.__file__)
+    while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename in ours:
         frames = frames.tb_next  # the user's own frames are the ones to show
     text = "".join(traceback.format_exception(type(cause), cause, frames)).rstrip()
     return FunctionFailed(f"raised {type(cause).__name__}: {cause}\n{text}", where=f"reward function `{name}`")

@@ -151,7 +151,8 @@ class Scorer:
     def _submit_scores(self) -> None:
         while (outcomes := self._next_outcomes()) is not None:
             fatal = self._fatal(outcomes)
-            scores = tuple(outcome.score for outcome in outcomes if isinstance(outcome, Outcome))
+            on_failure = self._config.reward.on_failure
+            scores = tuple(_by_policy(o.score, on_failure) for o in outcomes if isinstance(o, Outcome))
             self._store.exchange_scores(ScoreReport(self._incarnation, scores, fatal=fatal))
             with self._room:
                 self._held.difference_update(score.group for score in scores)
@@ -189,6 +190,9 @@ class Scorer:
                     f"{self._failures_in_a_row} groups in a row could not be scored (`reward.max_failures`). "
                     f"The last one: {outcome.failure}"
                 )
+            failed = [member.message for member in outcome.score.members if member.failure is not None]
+            if failed and self._config.reward.on_failure == "fail":
+                return f'a sample could not be scored, and `reward.on_failure` is "fail": {failed[0]}'
         return None
 
 
@@ -209,6 +213,14 @@ def score_group(call: Callable[[ScorableGroup, float], GroupScore], group: Scora
     members = tuple(member for outcome in alone for member in outcome.score.members)
     failures = [outcome.failure for outcome in alone]
     return Outcome(GroupScore(group.group, members, group.prompt_text), None if None in failures else failures[-1])
+
+
+def _by_policy(score: GroupScore, on_failure: str | float) -> GroupScore:
+    """With the reward that the user wants failed members to have, if it is one. That they failed is kept."""
+    if isinstance(on_failure, str):
+        return score
+    members = (m if m.failure is None else replace(m, reward=float(on_failure)) for m in score.members)
+    return replace(score, members=tuple(members))
 
 
 def _failed(completion: Completion, failure: CallFailed) -> MemberScore:

@@ -19,7 +19,7 @@ from types import FrameType, ModuleType
 
 from laminar import config as configs
 from laminar.config import Config
-from laminar.data.prompts import load_rows
+from laminar.data.rows import load_rows
 from laminar.errors import ConfigError, RunFailed, StorageError
 from laminar.run_folder import NODE, RunFolder, read_json, read_jsonl, write_atomic, write_json
 from laminar.runtime import guard

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,21 +21,31 @@ CHUNK_LOGITS = 2**26
 """Logits held at once. With more, each chunk is computed again in the backward pass."""
 
 
-def load_model(path: Path) -> PreTrainedModel:
-    """Load a causal language model in fp32, with dropout off.
+def load_model(path: Path, allow_pickle: bool = False) -> PreTrainedModel:
+    """Load a causal language model in fp32, with dropout off. `allow_pickle`: if need be, from pickles.
 
     Raises:
-        ModelError: the folder holds no such model, or one whose logits are not a function of its head that we know
+        ModelError: the folder holds no such model, not all of its weights, or one whose logits are not a function of
+            its head that we know
     """
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    except (OSError, ValueError) as error:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, use_safetensors=None if allow_pickle else True, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(
             "the model can't be loaded",
             where=str(path),
             expected="a Hugging Face causal language model",
             got=str(error),
         ) from error
+    model: PreTrainedModel = loaded[0]
+    if missing := sorted(loaded[1]["missing_keys"]):
+        raise ModelError(
+            "the weights are not all there, and the rest would be random",
+            where=str(path),
+            got=f"no {', '.join(missing[:3])}{f' and {len(missing) - 3} more' if missing[3:] else ''}",
+        )
     model.train(False)  # no dropout; gradients flow all the same
     ids = _golden_input(model)
     with torch.no_grad():

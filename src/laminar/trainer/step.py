@@ -47,8 +47,9 @@ class TrainState:
         Raises:
             ModelError: the model folder can't be used
         """
-        model = load_model(config.model_path)
-        reference = load_model(config.model_path).requires_grad_(False) if config.train.kl_loss_coef > 0 else None
+        path, allow_pickle = config.model_path, config.model.allow_pickle
+        model = load_model(path, allow_pickle)
+        reference = load_model(path, allow_pickle).requires_grad_(False) if config.train.kl_loss_coef > 0 else None
         return cls(model, make_optimizer(model, config), reference)
 
 
