@@ -103,7 +103,7 @@ def test_more_gpus_train_faster() -> None:
 
 def test_reported_rates_are_those_of_the_closed_form() -> None:
     world = ended(by_hand("sync"))
-    found = report(world, 0.0)
+    found = report(world, len(world.store.iterations), 0.0)
     parts = EQUAL.load_s() + generation_s() + training_s() + EQUAL.publish_s()
     assert found.iteration_s == pytest.approx(parts)
     assert found.throughput_tok_s == pytest.approx(B * SIZE * (EQUAL.prompt_tokens + LENGTH) / parts)
@@ -198,7 +198,9 @@ def test_repack_moves_tails_and_pays_for_their_prefill() -> None:
     )  # fmt: skip
     slow = replace(TOY, kv_tokens=10_000, train_s_per_iteration=0.0)
     plan = Plan(settings, slow, replicas=4, replicas_per_machine=8, delays=replace(SMALL, tick_s=0.25))
-    moved, still = (report(ended(replace(plan, settings=replace(settings, repack=on))), 0.0) for on in (True, False))
+    moved, still = (
+        report(ended(replace(plan, settings=replace(settings, repack=on))), 10, 0.0) for on in (True, False)
+    )
     assert moved.repack_moves > 0 and 0 < moved.repack_cost_s < 10
     assert (still.repack_moves, still.repack_cost_s) == (0, 0.0)
 

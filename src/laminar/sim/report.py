@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import fmean
 
-from laminar.errors import RunFailed
 from laminar.sim.world import World
 
 MAX_WARM_UP = 10
@@ -50,13 +49,10 @@ class Report:
         return asdict(self)
 
 
-def report(world: World, wall_s: float) -> Report:
-    """Of a run that has completed. Raises RunFailed if not one iteration is left to measure."""
-    iterations = world.store.iterations
-    warm_up = min(MAX_WARM_UP, len(iterations) // 2)
-    marks, measured = world.marks[warm_up:], iterations[warm_up:]
-    if not measured or len(marks) != len(measured) + 1:
-        raise RunFailed("nothing was trained, so there is nothing to report")
+def report(world: World, iterations: int, wall_s: float) -> Report:
+    """Of the first `iterations`, which have been trained."""
+    warm_up = min(MAX_WARM_UP, iterations // 2)
+    marks, measured = world.marks[warm_up : iterations + 1], world.store.iterations[warm_up:iterations]
     first, last = marks[0], marks[-1]
     elapsed = last.time - first.time
     durations = [after.time - before.time for before, after in pairwise(marks)]
