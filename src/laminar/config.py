@@ -77,7 +77,11 @@ class DataConfig(_Section):
     overlong_prompt: Literal["drop", "truncate", "fail"] = Field(
         "drop", description="A prompt over the limit is dropped with a reason, cut from the left, or stops the run."
     )
-    sampler: Literal["fifo"] = Field("fifo", description="Order in which buffered groups are offered to a batch.")
+    sampler: str = Field(
+        "fifo",
+        description="Order in which buffered groups are offered to a batch: `fifo`, or a function of yours as "
+        "`path/to/file.py:function` or `module:function`.",
+    )
     last_batch: Literal["train", "drop"] = Field(
         "train", description="What happens to the groups that are left, fewer than a batch, when the prompts end."
     )
@@ -159,7 +163,13 @@ class RolloutConfig(_Section):
 
 
 class TrainConfig(_Section):
-    algorithm: Literal["grpo"] = Field("grpo", description="How advantages are made.")
+    algorithm: Literal["grpo"] = Field("grpo", description="How advantages and loss are made.")
+    advantage: str | None = Field(
+        None, description="A function of yours that makes the advantages, `path/to/file.py:function`; `none` = GRPO's."
+    )
+    loss: str | None = Field(
+        None, description="A function of yours that makes the loss of each token; `none` = decoupled PPO."
+    )
     backend: Literal["torch", "emulated"] = Field(
         "torch",
         description="What trains. `emulated` goes with the emulated engine: no model, times of the profile.",
@@ -502,11 +512,20 @@ def _broken_rules(config: Config) -> Iterator[ConfigError]:
             "set, but there is nothing to evaluate", where="eval", fix="set data.eval or remove the section [eval]"
         )
     yield from _broken_reward_rules(config)
+    functions = {"data.sampler": config.data.sampler, "train.advantage": train.advantage, "train.loss": train.loss}
+    for key, spec in functions.items():
+        if spec not in (None, "fifo") and not _names_function(spec):
+            expected = "path/to/file.py:function or module:function" + (', or "fifo"' if key == "data.sampler" else "")
+            yield ConfigError("names no function", where=key, expected=expected, got=shown(spec))
     if "emulated" not in (rollout.engine, train.backend):
         for key, value in (("model.path", config.model.path), ("data.train", config.data.train)):
             if value is None:
                 yield ConfigError("missing: only emulated runs do without", where=key, got="none")
     yield from config_emulated.broken_rules(config)
+
+
+def _names_function(spec: str) -> bool:
+    return re.fullmatch(r".+:[^\W\d][\w.]*", spec) is not None
 
 
 def _broken_reward_rules(config: Config) -> Iterator[ConfigError]:
@@ -520,7 +539,7 @@ def _broken_reward_rules(config: Config) -> Iterator[ConfigError]:
             got=f"{len(reward.weights)}",
         )
     for spec in functions:
-        if not re.fullmatch(r".+:[^\W\d][\w.]*", spec):
+        if not _names_function(spec):
             yield ConfigError(
                 "names no function",
                 where="reward.functions",

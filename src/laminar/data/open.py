@@ -11,7 +11,7 @@ from laminar.config import Config
 from laminar.data.emulated import EmulatedPrompts
 from laminar.data.prompts import PromptSource, context_tokens, load_tokenizer, prompt_limit
 from laminar.data.rows import load_rows
-from laminar.data.samplers import SAMPLERS
+from laminar.data.samplers import make_order
 from laminar.data.store import DataStore
 from laminar.errors import StorageError
 from laminar.run_folder import RunFolder, write_atomic
@@ -25,7 +25,7 @@ def open_store(folder: RunFolder, config: Config, settings: Settings, clock: Cal
     Raises StorageError if another process has it, DataError or ModelError for what the config names.
     """
     _lock(folder.lock)
-    order = SAMPLERS[config.data.sampler]
+    order = make_order(config.data.sampler)
     if config.emulated:
         prompts = EmulatedPrompts(load_profile(config.simulation.profile).prompt_tokens)
         return DataStore(folder.path, settings, prompts, None, order, clock)
