@@ -266,7 +266,9 @@ class Config(_Section):
         ge=0,
         description="Bound on a trajectory's age in versions when it is trained; `none` = no bound (the paper).",
     )
-    iterations: int | None = Field(None, ge=1, description="Training iterations; this or `data.epochs` must be set.")
+    iterations: int | None = Field(
+        None, ge=0, description="Training iterations, 0 to evaluate only; this or `data.epochs` must be set."
+    )
     seed: int = Field(0, ge=0, description="Seeds the order of prompts, sampling and mini-batches.")
     gpus: int | None = Field(
         None, ge=1, description="All GPUs of an emulated run; `none` = `rollout.gpus` + `train.gpus`."
@@ -507,7 +509,9 @@ def _broken_rules(config: Config) -> Iterator[ConfigError]:
             expected="heartbeat_s < suspect_after_s < dead_after_s",
             got=f"{faults.heartbeat_s}, {faults.suspect_after_s}, {faults.dead_after_s}",
         )
-    if config.data.eval is None and config.eval != EvalConfig():
+    if config.iterations == 0 and config.data.eval is None:
+        yield ConfigError("nothing to train and nothing to evaluate", where="iterations", fix="set data.eval")
+    elif config.data.eval is None and config.eval != EvalConfig():
         yield ConfigError(
             "set, but there is nothing to evaluate", where="eval", fix="set data.eval or remove the section [eval]"
         )
