@@ -97,7 +97,7 @@ def test_pages_name_keys_that_exist() -> None:
     sections = "|".join(sorted({key.partition(".")[0] for key in known if "." in key}))
     for page in [ROOT / "README.md", *sorted({*DOCS.glob("*.md")} - {DOCS / "coming_from.md", DOCS / "config.md"})]:
         named = set(re.findall(rf"`((?:{sections})\.[a-z_]+)(?: =[^`]*)?`", page.read_text()))
-        files = {name for name in named if name.endswith((".jsonl", ".sqlite", ".py"))}
+        files = {name for name in named if name.endswith((".jsonl", ".parquet", ".sqlite", ".py"))}
         assert named - files <= known.keys(), page.name
 
 
