@@ -34,7 +34,7 @@ def open_store(folder: RunFolder, config: Config, settings: Settings, clock: Cal
     limit = prompt_limit(config.data, context_tokens(model_config), config.rollout.max_new_tokens)
 
     def source(spec: str) -> PromptSource:
-        return PromptSource(load_rows(spec, folder.path), tokenizer, config.data, limit, config.seed)
+        return PromptSource(load_rows(spec, folder.path), tokenizer, config.data, limit, config.seed, spec)
 
     training = source(config.train_data)
     evaluation = source(config.data.eval) if config.data.eval is not None else None
