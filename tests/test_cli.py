@@ -114,6 +114,39 @@ def test_nothing_slow_is_imported(project: Path, arguments: list[str]) -> None:
     assert not set(SLOW_PACKAGES) & set(done.stderr.split())
 
 
+# ---------------------------------------------------------------- eval
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_eval_is_a_run_without_iterations(
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    launcher: Launcher,
+    as_json: bool,
+) -> None:
+    monkeypatch.chdir(project)
+    Path("run").mkdir()
+    remember = launcher.train
+
+    def train(config: Config, run_dir: Path, resume: bool, say: Callable[[str], None]) -> int:
+        remember(config, run_dir, resume, say)
+        (run_dir / "eval.jsonl").write_text('{"version": 0, "num_samples": 8, "eval_reward_mean": 0.25}\n')
+        return 0
+
+    monkeypatch.setattr(launcher, "train", train)
+    flags = ["--json"] if as_json else []
+    assert run(monkeypatch, "eval", "config.toml", "data.eval=build/rows.jsonl", "--run-dir", "run", *flags) == 0
+    ((config, folder, resume),) = launcher.calls
+    assert (config.iterations, config.eval.before_train, config.eval.after_train) == (0, True, False)
+    assert (folder, resume) == (Path("run"), False)
+    out = capsys.readouterr().out
+    if as_json:
+        assert json.loads(out) == {"eval_reward_mean": 0.25, "num_samples": 8, "run": str(project / "run")}
+    else:
+        assert "eval      0.250, mean reward of 8 samples" in out
+
+
 # ---------------------------------------------------------------- train
 
 
@@ -183,6 +216,8 @@ def test_an_error_is_one_message_without_a_traceback(
         (["check"], "no config"),
         (["check", "a.toml", "b.toml"], "more than one config"),
         (["check", "nothing.toml"], "no such file"),
+        (["eval"], "no config"),
+        (["eval", "config.toml"], "nothing to train and nothing to evaluate"),
         (["train", "--resume", "nowhere"], "not the folder of a run"),
         (["train", "config.toml", "--run-dir", "build"], "the run folder is not empty"),
         (["train", "config.toml", "model.path=nowhere"], "the model folder is not there"),

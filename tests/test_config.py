@@ -97,7 +97,8 @@ BAD = [
     ("reward.on_failure=skip", r'expected: one of "drop", "fail" or a number\n  got: "skip"'),
     ("reward.functions=[]", r"reward.functions: can't have this value\n  expected: a list of strings, at least 1"),
     ("max_staleness=-1", r"expected: an integer >= 0, or none\n  got: -1"),
-    ("iterations=0", r"iterations: can't have this value\n  expected: an integer >= 1, or none\n  got: 0"),
+    ("iterations=-1", r"iterations: can't have this value\n  expected: an integer >= 0, or none\n  got: -1"),
+    ("iterations=0", r"iterations: nothing to train and nothing to evaluate\n  fix: set data.eval"),
     ("seed=-1", r"expected: an integer >= 0\n  got: -1"),
     ("schedule=async", r'schedule: can\'t have this value\n  expected: one of "laminar", "sync", .*\n  got: "async"'),
     ("schedule=Stream", r'fix: did you mean "stream"\?'),
@@ -118,6 +119,9 @@ BAD = [
     ("train.weight_decay=-0.1", r"expected: a number >= 0\n  got: -0.1"),
     ("eval.temperature=-1", r"expected: a number >= 0\n  got: -1"),
     ("relay.spare_slots=-1", r"expected: an integer >= 0, or none\n  got: -1"),
+    ("data.sampler=lifo", r'data.sampler: names no function\n  expected: .*, or "fifo"\n  got: "lifo"'),
+    ("train.loss=ppo", r"train.loss: names no function\n  expected: path/to/file.py:function or module:function\n"),
+    ("train.advantage=gae", r"train.advantage: names no function"),
     # rules between keys
     ("rollout.engine=emulated", r"train.backend: an emulated engine and an emulated trainer need each other"),
     ("gpus=4", r"gpus: this version does not place processes on GPUs.*\n  got: 4\n  fix: use train.threads"),
@@ -237,7 +241,7 @@ GOOD_VALUES = {
     "data.chat_template_kwargs": [{"enable_thinking": False}],
     "data.max_prompt_tokens": [512],
     "data.overlong_prompt": ["truncate", "fail"],
-    "data.sampler": ["fifo"],
+    "data.sampler": ["fifo", "/own.py:sampler"],
     "data.last_batch": ["drop"],
     "reward.functions": [["installed.module:score"]],
     "reward.weights": [[0.5]],
@@ -265,6 +269,8 @@ GOOD_VALUES = {
     "rollout.max_in_flight": [16],
     "rollout.stream_interval_s": [0.1],
     "train.algorithm": ["grpo"],
+    "train.advantage": ["/own.py:advantage"],
+    "train.loss": ["installed.module:loss"],
     "train.backend": ["torch"],
     "train.threads": [2],
     "train.groups_per_batch": [2],
@@ -406,6 +412,15 @@ def test_paths_count_from_the_file_and_in_overrides_from_here(
     assert config.model.path == here / "other"
     assert config.data.train == str(tmp_path / "more.parquet")
     assert config.reward.functions == [f"{here}/r.py:f", "pkg.mod:g"]
+
+
+@pytest.mark.parametrize("key", ["data.sampler", "train.advantage", "train.loss"])
+def test_functions_of_ones_own_count_from_the_file_too(good: Path, key: str) -> None:
+    section, name = key.split(".")
+    good.write_text(
+        f'{key} = "own.py:f"\n' + GOOD if section == "train" else GOOD.replace("[data]", f'[data]\n{name} = "own.py:f"')
+    )
+    assert getattr(getattr(load(good), section), name) == f"{good.parent}/own.py:f"
 
 
 def test_modules_beside_the_config_are_found_from_anywhere(good: Path) -> None:

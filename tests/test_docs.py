@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from laminar.config import Config
+from laminar.config_help import leaves
 from laminar.control.commands import Issue
 from laminar.data.prompts import Drawn
 from laminar.data.samplers import fifo
@@ -85,6 +86,26 @@ def cited(word: str) -> set[str]:
             for numbers in re.findall(rf"\b{word} (\d+(?:(?:, | and |, and )\d+)*)", path.read_text(), re.IGNORECASE):
                 found.update(re.findall(r"\d+", numbers))
     return found
+
+
+# ---------------------------------------------------------------- names
+
+
+def test_pages_name_keys_that_exist() -> None:
+    """`section.key` in any page is a key of ours, but for files, and the pages that have the names of others."""
+    known = leaves(Config)
+    sections = "|".join(sorted({key.partition(".")[0] for key in known if "." in key}))
+    for page in [ROOT / "README.md", *sorted({*DOCS.glob("*.md")} - {DOCS / "coming_from.md", DOCS / "config.md"})]:
+        named = set(re.findall(rf"`((?:{sections})\.[a-z_]+)(?: =[^`]*)?`", page.read_text()))
+        files = {name for name in named if name.endswith((".jsonl", ".parquet", ".sqlite", ".py"))}
+        assert named - files <= known.keys(), page.name
+
+
+def test_our_names_beside_those_of_others_are_keys() -> None:
+    table = (DOCS / "coming_from.md").read_text().partition("| --- |")[2].partition("\n\n")[0]
+    ours = [re.findall(r"`([^`]+)`", line.split("|")[1]) for line in table.splitlines()[1:]]
+    assert len(ours) > 20 and all(ours)
+    assert {key for keys in ours for key in keys} <= leaves(Config).keys()
 
 
 # ---------------------------------------------------------------- metrics

@@ -35,6 +35,17 @@ def test_everything_is_told_at_once(project: Path) -> None:
         preflight.check(load(project / "config.toml"))
 
 
+# ---------------------------------------------------------------- code of the user's
+
+
+@pytest.mark.parametrize("key", ["data.sampler", "train.advantage", "train.loss"])
+def test_functions_of_the_user_are_looked_at(project: Path, key: str) -> None:
+    (project / "own.py").write_text("def fits(**keywords): ...\ndef does_not(): ...\n")
+    assert problems(project, f"{key}={project}/own.py:fits") == []
+    assert "can't be called as it will be" in only_problem(project, f"{key}={project}/own.py:does_not")
+    assert "the file is not there" in only_problem(project, f"{key}={project}/absent.py:fits")
+
+
 # ---------------------------------------------------------------- trackers
 
 

@@ -82,6 +82,7 @@ def root(
     laminar check CONFIG.toml             is everything there and right? (under 2 s)
     laminar train CONFIG.toml             train; the run folder is runs/<config>-<time>
     laminar train --resume RUN            go on with an interrupted run
+    laminar eval CONFIG.toml              the same rewards, no training
     laminar samples | ledger | ps | replay | export RUN    look at a run, live or ended
 
     Any key of the config can be changed after it: train.lr=1e-5 rollout.replicas=2 max_staleness=none.
@@ -133,6 +134,51 @@ def train(
     else:
         print(f"laminar: interrupted; go on with: laminar train --resume {folder}", file=sys.stderr)
     raise typer.Exit(code)
+
+
+@app.command("eval")
+def evaluate(
+    arguments: Arguments = None,
+    run_dir: Annotated[
+        Path | None, typer.Option("--run-dir", help="New folder for the run. [default: runs/<config>-<time>]")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate the model of a config on `data.eval`, with the same rewards as in training, and train nothing.
+
+    \b
+    laminar eval examples/sort/config.toml
+    laminar eval examples/sort/config.toml model.path=runs/two/export eval.samples_per_prompt=4 --json
+    """
+    from laminar import preflight
+    from laminar.config import load
+
+    path, overrides = _split(arguments)
+    if path is None:
+        raise ConfigError("no config", expected="laminar eval CONFIG.toml [KEY=VALUE]...")
+    config = load(path, [*overrides, "iterations=0", "eval.before_train=true", "eval.after_train=false"])
+    preflight.check(config)
+    folder = _new_run_folder(run_dir, path)
+
+    from laminar.run_folder import RunFolder, read_jsonl
+    from laminar.runtime import launch
+    from laminar.view import View
+
+    run = RunFolder(folder)
+    with View(run, 0) as view:
+        code = launch.train(config, folder, resume=False, say=view.say)
+    if code:
+        raise typer.Exit(code)
+    (row,) = read_jsonl(run.evals)
+    if as_json:
+        print_json(
+            {"eval_reward_mean": row["eval_reward_mean"], "num_samples": row["num_samples"], "run": str(run.path)}
+        )
+        return
+    reward = "none could be scored" if row["eval_reward_mean"] is None else f"{row['eval_reward_mean']:.3f}"
+    print(f"run       {run.path}")
+    print(f"eval      {reward}, mean reward of {row['num_samples']} samples")
+    print(f"next      laminar samples {run.path} --worst 5")
 
 
 @app.command()

@@ -78,7 +78,11 @@ class DataConfig(_Section):
     overlong_prompt: Literal["drop", "truncate", "fail"] = Field(
         "drop", description="A prompt over the limit is dropped with a reason, cut from the left, or stops the run."
     )
-    sampler: Literal["fifo"] = Field("fifo", description="Order in which buffered groups are offered to a batch.")
+    sampler: str = Field(
+        "fifo",
+        description="Order in which buffered groups are offered to a batch: `fifo`, or a function of yours as "
+        "`path/to/file.py:function` or `module:function`.",
+    )
     last_batch: Literal["train", "drop"] = Field(
         "train", description="What happens to the groups that are left, fewer than a batch, when the prompts end."
     )
@@ -160,7 +164,13 @@ class RolloutConfig(_Section):
 
 
 class TrainConfig(_Section):
-    algorithm: Literal["grpo"] = Field("grpo", description="How advantages are made.")
+    algorithm: Literal["grpo"] = Field("grpo", description="How advantages and loss are made.")
+    advantage: str | None = Field(
+        None, description="A function of yours that makes the advantages, `path/to/file.py:function`; `none` = GRPO's."
+    )
+    loss: str | None = Field(
+        None, description="A function of yours that makes the loss of each token; `none` = decoupled PPO."
+    )
     backend: Literal["torch", "emulated"] = Field(
         "torch",
         description="What trains. `emulated` goes with the emulated engine: no model, times of the profile.",
@@ -257,7 +267,9 @@ class Config(_Section):
         ge=0,
         description="Bound on a trajectory's age in versions when it is trained; `none` = no bound (the paper).",
     )
-    iterations: int | None = Field(None, ge=1, description="Training iterations; this or `data.epochs` must be set.")
+    iterations: int | None = Field(
+        None, ge=0, description="Training iterations, 0 to evaluate only; this or `data.epochs` must be set."
+    )
     seed: int = Field(0, ge=0, description="Seeds the order of prompts, sampling and mini-batches.")
     gpus: int | None = Field(
         None, ge=1, description="All GPUs of an emulated run; `none` = `rollout.gpus` + `train.gpus`."
@@ -502,16 +514,27 @@ def _broken_rules(config: Config) -> Iterator[ConfigError]:
             expected="heartbeat_s < suspect_after_s < dead_after_s",
             got=f"{faults.heartbeat_s}, {faults.suspect_after_s}, {faults.dead_after_s}",
         )
-    if config.data.eval is None and config.eval != EvalConfig():
+    if config.iterations == 0 and config.data.eval is None:
+        yield ConfigError("nothing to train and nothing to evaluate", where="iterations", fix="set data.eval")
+    elif config.data.eval is None and config.eval != EvalConfig():
         yield ConfigError(
             "set, but there is nothing to evaluate", where="eval", fix="set data.eval or remove the section [eval]"
         )
     yield from _broken_reward_rules(config)
+    functions = {"data.sampler": config.data.sampler, "train.advantage": train.advantage, "train.loss": train.loss}
+    for key, spec in functions.items():
+        if spec not in (None, "fifo") and not _names_function(spec):
+            expected = "path/to/file.py:function or module:function" + (', or "fifo"' if key == "data.sampler" else "")
+            yield ConfigError("names no function", where=key, expected=expected, got=shown(spec))
     if "emulated" not in (rollout.engine, train.backend):
         for key, value in (("model.path", config.model.path), ("data.train", config.data.train)):
             if value is None:
                 yield ConfigError("missing: only emulated runs do without", where=key, got="none")
     yield from config_emulated.broken_rules(config)
+
+
+def _names_function(spec: str) -> bool:
+    return re.fullmatch(r".+:[^\W\d][\w.]*", spec) is not None
 
 
 def _broken_reward_rules(config: Config) -> Iterator[ConfigError]:
@@ -525,7 +548,7 @@ def _broken_reward_rules(config: Config) -> Iterator[ConfigError]:
             got=f"{len(reward.weights)}",
         )
     for spec in functions:
-        if not re.fullmatch(r".+:[^\W\d][\w.]*", spec):
+        if not _names_function(spec):
             yield ConfigError(
                 "names no function",
                 where="reward.functions",

@@ -121,6 +121,9 @@ def _broken_emulated_rules(config: Config) -> Iterator[ConfigError]:
             yield ConfigError(
                 "an emulated run has no dataset", where=key, got=str(value), fix="remove it; set iterations"
             )
+    for key, value in (("train.advantage", config.train.advantage), ("train.loss", config.train.loss)):
+        if value is not None:
+            yield ConfigError("an emulated run has no loss", where=key, got=value, fix="remove it")
     if config.simulation.colocated and config.schedule != "sync":
         yield ConfigError(
             "shared GPUs can't train while they generate",

@@ -63,6 +63,8 @@ def with_absolute_paths(data: Mapping[str, Any], folder: Path) -> dict[str, Any]
 def _absolute_value(key: str, value: Any, folder: Path) -> Any:
     if key == "reward.functions" and isinstance(value, list):
         return [_absolute_spec(item, folder) if isinstance(item, str) else item for item in value]
+    if key in ("data.sampler", "train.advantage", "train.loss") and isinstance(value, str):
+        return _absolute_spec(value, folder)
     if key in ("data.train", "data.eval") and isinstance(value, str) and value != "none":
         return _absolute_dataset(value, folder)
     if key == "model.path" and isinstance(value, str | Path) and value != "none":

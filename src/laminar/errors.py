@@ -45,6 +45,10 @@ class RewardError(UserError):
     """A reward function that can't be found, called, or believed."""
 
 
+class UserCodeError(UserError):
+    """A sampler, advantage or loss of the user's that can't be found, called, or believed."""
+
+
 class ModelError(UserError):
     """A model folder that can't be used."""
 

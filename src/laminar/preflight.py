@@ -14,9 +14,11 @@ from laminar.config import Config, InvalidConfig
 from laminar.data.prompts import check_prompt
 from laminar.data.rewards import check_function, load_functions
 from laminar.data.rows import first_row
+from laminar.data.samplers import SAMPLERS
 from laminar.data.verl import is_verl_row
 from laminar.errors import ConfigError, DataError, RewardError, UserError
 from laminar.model_folder import has_chat_template, model_problems
+from laminar.user_code import load_function
 
 
 def check(config: Config) -> None:
@@ -27,10 +29,24 @@ def check(config: Config) -> None:
 
 def find_problems(config: Config) -> list[UserError]:
     """All that would keep a run from starting, as far as files and functions can tell."""
-    trackers = _tracker_problems(config)
+    others = [*_user_code_problems(config), *_tracker_problems(config)]
     if config.emulated:
-        return [*_emulation_problems(config), *trackers]
-    return [*model_problems(config), *_data_problems(config), *trackers]
+        return [*_emulation_problems(config), *others]
+    return [*model_problems(config), *_data_problems(config), *others]
+
+
+def _user_code_problems(config: Config) -> Iterator[UserError]:
+    named = {
+        "data.sampler": None if config.data.sampler in SAMPLERS else config.data.sampler,
+        "train.advantage": config.train.advantage,
+        "train.loss": config.train.loss,
+    }
+    for key, spec in named.items():
+        if spec is not None:
+            try:
+                load_function(spec, key)
+            except UserError as error:
+                yield error
 
 
 def _tracker_problems(config: Config) -> Iterator[UserError]:

@@ -47,6 +47,16 @@ def test_an_example_trains_and_its_model_loads(tmp_path: Path, example: str, sho
     run(sys.executable, "-W", "ignore", "-c", load, "run/export", cwd=tmp_path)
 
 
+def test_an_example_is_evaluated_without_training(tmp_path: Path) -> None:
+    config = str(ROOT / "examples" / "sort" / "config.toml")
+    found = json.loads(run(LAMINAR, "eval", config, "eval.temperature=0", "--run-dir", "run", "--json", cwd=tmp_path))
+    assert 0 < found["eval_reward_mean"] < 1
+    account = json.loads(run(LAMINAR, "ledger", "run", "--json", cwd=tmp_path))
+    assert account["closed"] and account["eval"]["samples"]["trained"] == found["num_samples"]
+    assert account["samples"]["dispatched"] == 0
+    assert not (tmp_path / "run" / "export").exists()
+
+
 def test_the_python_form_trains(tmp_path: Path) -> None:
     """examples/python_api.py as it is: a list of prompts and a function of the script."""
     assert "closed" in run(sys.executable, str(ROOT / "examples" / "python_api.py"), cwd=tmp_path)

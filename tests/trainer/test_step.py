@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -269,3 +270,28 @@ def test_bf16_trains_fp32_masters(make_batch: MakeBatch, make_config: MakeConfig
         assert {p.dtype for p in state.model.parameters()} == {torch.float32}
     assert results["bf16"]["entropy"] == pytest.approx(results["fp32"]["entropy"], rel=0.05)
     assert results["bf16"]["entropy"] != results["fp32"]["entropy"]
+
+
+OWN = """
+def above_zero(rewards, groups):
+    return rewards
+def imitate(new, **rest):
+    return -new
+"""
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "moves"), [("advantage", "above_zero", True), ("loss", "imitate", True), (None, "", False)]
+)
+def test_equal_rewards_teach_what_the_user_says(
+    tmp_path: Path, make_batch: MakeBatch, make_config: MakeConfig, key: str | None, name: str, moves: bool
+) -> None:
+    """GRPO learns nothing from them; an advantage or a loss of one's own may."""
+    (tmp_path / "own.py").write_text(OWN)
+    config = make_config(**({} if key is None else {f"train__{key}": f"{tmp_path}/own.py:{name}"}))
+    state = TrainState.create(config)
+    batch = make_batch()
+    batch = with_own_logprobs(replace(batch, rewards=(1.0,) * len(batch.ids)), state)
+    statistics = train_batch(state, batch, config)
+    assert statistics["grad_norm"] is not None and (statistics["grad_norm"] > 0) == moves
+    assert (statistics["clip_fraction"] is None) == (key == "loss")

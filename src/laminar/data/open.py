@@ -11,7 +11,7 @@ from laminar.config import Config
 from laminar.data.emulated import EmulatedPrompts
 from laminar.data.prompts import PromptSource, context_tokens, load_tokenizer, prompt_limit
 from laminar.data.rows import load_rows
-from laminar.data.samplers import SAMPLERS
+from laminar.data.samplers import make_order
 from laminar.data.store import DataStore
 from laminar.errors import StorageError
 from laminar.run_folder import RunFolder, write_atomic
@@ -26,7 +26,7 @@ def open_store(
     Raises StorageError if another process has it, DataError or ModelError for what the config names.
     """
     _lock(folder.lock)
-    order = SAMPLERS[config.data.sampler]
+    order = make_order(config.data.sampler)
     if config.emulated:
         prompts = EmulatedPrompts(config.profile.prompt_tokens)
         return DataStore(folder.path, settings, prompts, None, order, clock, anew)
@@ -35,7 +35,7 @@ def open_store(
     limit = prompt_limit(config.data, context_tokens(model_config), config.rollout.max_new_tokens)
 
     def source(spec: str) -> PromptSource:
-        return PromptSource(load_rows(spec, folder.path), tokenizer, config.data, limit, config.seed)
+        return PromptSource(load_rows(spec, folder.path), tokenizer, config.data, limit, config.seed, spec)
 
     training = source(config.train_data)
     evaluation = source(config.data.eval) if config.data.eval is not None else None

@@ -235,14 +235,22 @@ class Drawn:
 class PromptSource:
     """The prompt pool: what the n-th draw of a run is, a pure function of (rows, config, seed, n).
 
-    `max_prompt_tokens` is the limit in force (`prompt_limit`). Each epoch holds each row exactly once.
+    `max_prompt_tokens` is the limit in force (`prompt_limit`), `name` what messages call the dataset. Each epoch holds
+    each row exactly once.
     Raises DataError for the first row without a usable prompt.
     """
 
     def __init__(
-        self, rows: Sequence[Row], tokenizer: Tokenizer, config: DataConfig, max_prompt_tokens: int | None, seed: int
+        self,
+        rows: Sequence[Row],
+        tokenizer: Tokenizer,
+        config: DataConfig,
+        max_prompt_tokens: int | None,
+        seed: int,
+        name: str = "the dataset",
     ) -> None:
         self._rows = rows
+        self._name = name
         self._encoder = PromptEncoder(tokenizer, config)
         self._config = config
         self._limit = max_prompt_tokens
@@ -279,7 +287,7 @@ class PromptSource:
         return Drawn(row_index, epoch, row, row_to_json(row, where), prompt_ids)
 
     def _where(self, row_index: int) -> str:
-        return f"row {row_index + 1} of {len(self._rows)}"
+        return f"{self._name}, row {row_index + 1} of {len(self._rows)}"
 
     def _overlong(self, ids: list[int], limit: int, where: str) -> list[int] | None:
         if self._config.overlong_prompt == "drop":

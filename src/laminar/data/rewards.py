@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from laminar.data import verl
-from laminar.data.resolve import resolve
 from laminar.errors import RewardError
 from laminar.types import GroupScore, MemberScore, UnscoredGroup
+from laminar.user_code import resolve
 
 RewardFunction = Callable[..., Any]
 GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")

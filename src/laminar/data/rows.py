@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from laminar.config_source import is_hub_name
-from laminar.data.resolve import resolve
 from laminar.errors import DataError
+from laminar.user_code import resolve
 
 Row = dict[str, Any]
 

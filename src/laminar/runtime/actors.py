@@ -199,7 +199,8 @@ class TrainerActor(Actor):
         backend = self.backend(config)
         loop = TrainerLoop(config, backend, store, publisher, voice, self.folder.checkpoints, stop=voice)
         if loop.run():
-            backend.export(self.folder.export)
+            if config.iterations != 0:
+                backend.export(self.folder.export)
             voice.done(loop.version)
 
     def backend(self, config: Config) -> Backend:

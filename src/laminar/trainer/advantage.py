@@ -1,11 +1,20 @@
-"""Advantages of group-relative policy optimisation (GRPO), pure, in float64."""
+"""Advantages of group-relative policy optimisation (GRPO), pure, in float64, or of a function of the user's.
+
+That one is called as `advantage(rewards=..., groups=...)`, float64 [N] and int64 [N] in the canonical order, and gives
+back [N] finite numbers.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from laminar.errors import UserCodeError
+from laminar.user_code import failed, load_function
 
 Float64 = NDArray[np.float64]
 Scale = Literal["group", "batch", "none"]
@@ -40,6 +49,34 @@ def group_advantages(rewards: Float64, group_ids: NDArray[np.int64], scale: Scal
         else:
             advantages[members] = centred / ((_std(own) if scale == "group" else batch_std) + STD_EPSILON)
     return advantages
+
+
+@dataclass(frozen=True, slots=True)
+class UserAdvantage:
+    """Advantages by a function of the user's."""
+
+    spec: str
+    function: Callable[..., Any]
+
+    @classmethod
+    def load(cls, spec: str) -> UserAdvantage:
+        """Raises UserCodeError."""
+        return cls(spec, load_function(spec, "train.advantage"))
+
+    def __call__(self, rewards: Float64, groups: NDArray[np.int64]) -> Float64:
+        """[N]. Raises UserCodeError for what can't be advantages."""
+        try:
+            advantages = np.asarray(self.function(rewards=rewards.copy(), groups=groups.copy()), dtype=np.float64)
+        except Exception as cause:  # the user's code
+            raise failed(self.spec, cause) from cause
+        if advantages.shape != rewards.shape or not np.isfinite(advantages).all():
+            raise UserCodeError(
+                "returned something that is not an advantage a sample",
+                where=f"`{self.spec}`",
+                expected=f"{len(rewards)} finite numbers",
+                got=f"shape {list(advantages.shape)}, {int(np.isfinite(advantages).sum())} finite",
+            )
+        return advantages
 
 
 def reward_statistics(rewards: Float64, group_ids: NDArray[np.int64]) -> dict[str, float | None]:

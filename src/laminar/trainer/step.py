@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from laminar.config import Config
 from laminar.trainer import packing
-from laminar.trainer.advantage import group_advantages, reward_statistics
-from laminar.trainer.loss import LossSettings, policy_loss, token_weights
+from laminar.trainer.advantage import UserAdvantage, group_advantages, reward_statistics
+from laminar.trainer.loss import LossSettings, TokenLoss, UserLoss, decoupled_ppo, policy_loss, token_weights
 from laminar.trainer.packing import Layout, Samples
 from laminar.trainer.policy import autocast, can_share_prompts, load_model, token_logprobs
 from laminar.types import Batch, Statistics, Version
@@ -39,6 +39,8 @@ class TrainState:
     """Steps taken; the warm-up counts these."""
     skipped_steps: int = 0
     """Steps left out because nothing was unmasked or a gradient was not finite."""
+    user_advantage: UserAdvantage | None = None
+    token_loss: TokenLoss = decoupled_ppo
 
     @classmethod
     def create(cls, config: Config) -> TrainState:
@@ -46,11 +48,16 @@ class TrainState:
 
         Raises:
             ModelError: the model folder can't be used
+            UserCodeError: an advantage or a loss of the user's can't be used
         """
+        train = config.train
+        user_advantage = None if train.advantage is None else UserAdvantage.load(train.advantage)
+        token_loss = decoupled_ppo if train.loss is None else UserLoss.load(train.loss)
         path, allow_pickle = config.model_path, config.model.allow_pickle
         model = load_model(path, allow_pickle)
         reference = load_model(path, allow_pickle).requires_grad_(False) if config.train.kl_loss_coef > 0 else None
-        return cls(model, make_optimizer(model, config), reference)
+        optimizer = make_optimizer(model, config)
+        return cls(model, optimizer, reference, user_advantage=user_advantage, token_loss=token_loss)
 
 
 def make_optimizer(model: PreTrainedModel, config: Config) -> torch.optim.Optimizer:
@@ -130,14 +137,18 @@ def train_batch(state: TrainState, batch: Batch, config: Config) -> Statistics:
 
 def _prepare(state: TrainState, batch: Batch, samples: Samples, config: Config) -> _Work:
     train, device = config.train, state.model.device
-    advantages = group_advantages(samples.rewards, samples.groups, train.scale_rewards)
+    if state.user_advantage is None:
+        advantages = group_advantages(samples.rewards, samples.groups, train.scale_rewards)
+    else:
+        advantages = state.user_advantage(samples.rewards, samples.groups)
     mask = samples.mask & ~(samples.truncated & train.mask_truncated)[samples.sequence]
     on_policy = packing.generated_by(batch, state.version)
     share = can_share_prompts(state.model) and (state.reference is None or can_share_prompts(state.reference))
     num_mini_batches = 1 if config.schedule == "stream" else train.num_mini_batches  # there a part is a mini-batch
     parts = packing.mini_batches(samples.groups, num_mini_batches, config.seed, batch.update)
     token_advantages = advantages[samples.sequence]
-    taught = mask & ((token_advantages != 0) | (state.reference is not None))
+    needs_advantage = state.reference is None and state.token_loss is decoupled_ppo
+    taught = mask & (token_advantages != 0) if needs_advantage else mask
     teaches = np.bincount(samples.sequence[taught], minlength=len(samples.groups)) > 0
     minis = [_micro_batches(samples, part, teaches, share, train.micro_batch_tokens) for part in parts]
 
@@ -232,7 +243,7 @@ def _accumulate(
     mask, behaviour = work.mask[tokens], work.behaviour[tokens].to(new.dtype)
     settings = LossSettings(train.clip_ratio_low, train.clip_ratio_high, train.is_cap, train.kl_loss_coef)
     loss, sums = policy_loss(
-        new, old, behaviour, mask, work.advantage[tokens], weights[tokens], settings, reference=reference
+        new, old, behaviour, mask, work.advantage[tokens], weights[tokens], settings, reference, state.token_loss
     )
     if micro_batch.teaches:
         torch.autograd.backward(loss)
@@ -259,7 +270,7 @@ def _token_statistics(totals: Mapping[str, float], has_reference: bool) -> Stati
         "kl_ref": mean("kl_ref") if has_reference else None,
         "is_weight_mean": mean("is_weight"),
         "is_capped_fraction": mean("is_capped"),
-        "clip_fraction": mean("clipped"),
+        "clip_fraction": mean("clipped") if "clipped" in totals else None,
         "logprob_gap_mean": mean("gap", "gap_tokens"),
         "logprob_gap_max": _finite(totals["gap_max"]) if totals.get("gap_tokens") else None,
     }

@@ -1,4 +1,4 @@
-"""From a user's `path/to/file.py:name` or `module:name` to the object."""
+"""Code of the user's: from `path/to/file.py:name` or `module:name` to the object, and to a function that fits."""
 
 from __future__ import annotations
 
@@ -6,16 +6,25 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import pickle
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import cloudpickle
 
-from laminar.errors import UserError
+from laminar.errors import UserCodeError, UserError
+
+KEYWORDS = {
+    "data.sampler": ("groups",),
+    "train.advantage": ("rewards", "groups"),
+    "train.loss": ("new", "old", "behaviour", "advantage", "settings"),
+}
+"""What a function of the user's is called with, by the config key that names it."""
 
 _FORMS = "`path/to/file.py:name` or `module:name`"
 
@@ -40,6 +49,30 @@ def resolve(spec: str, base_folder: Path, *, error: type[UserError]) -> object:
         *folders, module_name = source.rsplit("/", 1)
         module = _load_module(module_name, base_folder.joinpath(*folders), spec, error)
     return _attribute(module, name, spec, error)
+
+
+def load_function(spec: str, key: str) -> Callable[..., Any]:
+    """The function that `spec` names, to be called with the `KEYWORDS` of this config key.
+
+    Raises UserCodeError: as `resolve` does, or because it can't be called like that.
+    """
+    keywords = KEYWORDS[key]
+    found = resolve(spec, Path.cwd(), error=UserCodeError)
+    expected = f"a function that takes {', '.join(keywords)} by keyword"
+    if not callable(found):
+        raise UserCodeError("not a function", where=f"`{spec}`", expected=expected, got=type(found).__name__)
+    try:
+        inspect.signature(found).bind(**dict.fromkeys(keywords))
+    except TypeError as cause:
+        raise UserCodeError(
+            "can't be called as it will be", where=f"`{spec}`", expected=expected, got=str(cause)
+        ) from None
+    return found
+
+
+def failed(spec: str, cause: BaseException) -> UserCodeError:
+    """What to raise when a function of the user's has raised."""
+    return UserCodeError("failed", where=f"`{spec}`", got=f"{last_line(cause)} ({_place(cause)})", fix="mend the file")
 
 
 def _put_on_path(folder: Path) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
-from laminar.data.resolve import resolve
-from laminar.errors import DataError, RewardError
+from laminar.errors import DataError, RewardError, UserCodeError
+from laminar.user_code import load_function, resolve
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +41,36 @@ def test_a_module_of_a_package_may_import_its_neighbours(tmp_path: Path) -> None
     (package / "scale.py").write_text("SCALE = 3\n")
     (package / "judge.py").write_text("from .scale import SCALE\ndef f():\n    return SCALE\n")
     assert resolve(f"{tmp_path}/judges_package.judge:f", Path("/"), error=RewardError)() == 3
+
+
+FUNCTIONS = """
+def loss(new, old, behaviour, advantage, settings): ...
+def some(new, advantage, **rest): ...
+def other(new, reference): ...
+number = 3
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("loss", None),
+        ("some", None),
+        ("other", ["can't be called as it will be", "expected: a function that takes new, old, ", "'reference'"]),
+        ("number", ["not a function", "got: int"]),
+        ("lost", ["there is no `lost` in it", "did you mean `loss`?"]),
+    ],
+)
+def test_a_function_must_take_the_keywords_of_its_key(tmp_path: Path, name: str, expected: list[str] | None) -> None:
+    spec = f"{tmp_path}/own.py:{name}"
+    (tmp_path / "own.py").write_text(FUNCTIONS)
+    if expected is None:
+        load_function(spec, "train.loss")
+        return
+    with pytest.raises(UserCodeError) as failure:
+        load_function(spec, "train.loss")
+    for text in [spec, *expected]:
+        assert text in str(failure.value)
 
 
 def test_two_files_of_one_name_do_not_collide(tmp_path: Path) -> None:
