@@ -29,7 +29,7 @@ Row = dict[str, Any]
 
 def make_row(a: int, b: int) -> Row:
     """One question in chat form."""
-    return {"prompt": [{"role": "user", "content": f"What is {a} + {b}?"}], "answer": str(a + b)}
+    return {"prompt": [{"role": "user", "content": f"Calculate {a} + {b}."}], "answer": str(a + b)}
 
 
 def make_rows(seed: int) -> tuple[list[Row], list[Row]]:

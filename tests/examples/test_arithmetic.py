@@ -63,14 +63,14 @@ def test_held_out_questions_have_two_digits_and_are_never_trained(load_example: 
     assert 50 <= len(held_out) <= 100
     for row in held_out:
         question = row["prompt"][0]["content"]
-        assert re.fullmatch(r"What is \d\d \+ \d\d\?", question)
+        assert re.fullmatch(r"Calculate \d\d \+ \d\d\.", question)
         assert frozenset(re.findall(r"\d+", question)) not in asked
 
 
 def test_a_share_of_training_questions_has_one_digit(load_example: Load) -> None:
     prepare = load_example("arithmetic/prepare.py")
     train, _ = prepare.make_rows(seed=0)
-    one_digit = [row for row in train if re.fullmatch(r"What is \d \+ \d\?", row["prompt"][0]["content"])]
+    one_digit = [row for row in train if re.fullmatch(r"Calculate \d \+ \d\.", row["prompt"][0]["content"])]
     assert len(one_digit) / len(train) == pytest.approx(prepare.ONE_DIGIT_SHARE, abs=0.03)
 
 
