@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -163,6 +164,23 @@ def test_an_event_is_on_disk_before_its_commands_are_known(manager: ManagerServi
         before = (tmp_path / "000001.jsonl").read_text()
         assert await manager.beat(replica(None), NOTHING, 0.0)
         assert '"Pull"' in before and before.endswith("\n")
+
+    run(body())
+
+
+def test_orders_outlive_the_data_store_but_not_the_replica_that_they_are_for(manager: ManagerService) -> None:
+    """Fault 2: a store that died before it carried out an Issue is sent it again; a new replica gets no old Pull."""
+
+    async def body() -> None:
+        await manager.store_poll(1, StoreEvents(0, ()), NOTHING, 0.0)
+        await manager.beat(replica(None), NOTHING, 0.0)
+        (pull,) = await manager.beat(relay(V0), NOTHING, 0.0) or await manager.beat(replica(None), NOTHING, 0.0)
+        assert isinstance(pull.command, Pull)
+        await manager.beat(replica(V0), NOTHING, 0.0)
+        for incarnation in (1, 2):
+            (issue,) = await manager.store_poll(incarnation, StoreEvents(0, ()), NOTHING, 0.0)
+            assert isinstance(issue.command, Issue)
+        assert await manager.beat(replace(replica(None), incarnation=2), NOTHING, 0.0) != [pull]
 
     run(body())
 

@@ -131,8 +131,8 @@ class ManagerService:
         box, last = self._box(sender), self.last.get(sender)
         if last is not None and last.incarnation > beat.incarnation:
             return [Numbered(self.term, acked.number + 1, Stop(*sender, "another process has taken its place"))]
-        if last is None or last.incarnation < beat.incarnation:
-            box.begin(beat.incarnation)
+        if sender[0] != "datastore" and (last is None or last.incarnation < beat.incarnation):
+            box.begin(beat.incarnation)  # the store keeps over its deaths what it has taken in, and its orders
         if is_news(last, beat):
             self.quiet.pop(sender, None)  # what the next tick would carry is older than this
             self.handle(beat)
