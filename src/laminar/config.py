@@ -225,10 +225,19 @@ class FaultsConfig(_Section):
     heartbeat_s: float = Field(0.5, gt=0, description="How often each process reports to the manager.")
     suspect_after_s: float = Field(2.0, gt=0, description="Silence after which a process is suspect.")
     dead_after_s: float = Field(
-        30.0, gt=0, description="Silence, or a stuck engine, after which a process counts as dead."
+        5.0, gt=0, description="Silence, or a stuck engine, after which a process counts as dead, and is replaced."
+    )
+    start_timeout_s: float = Field(
+        300.0, gt=0, description="The same for a process that starts: imports, its model, its first weights."
     )
     max_restarts: int = Field(
         3, ge=0, description="How often each process is replaced after a death; 0 = the first death ends the run."
+    )
+    drain_timeout_s: float = Field(
+        30.0,
+        gt=0,
+        description="How long a replica that is to leave (`laminar drain`, `laminar scale`, SIGTERM) may end or hand "
+        "over its samples; then it goes, and they go on elsewhere.",
     )
     move_timeout_s: float = Field(10.0, gt=0, description="A move of samples that takes longer is called off.")
     adopt_timeout_s: float = Field(
@@ -406,6 +415,8 @@ class Config(_Section):
             eval_group_size=self.eval.samples_per_prompt,
             suspect_after_s=self.faults.suspect_after_s,
             dead_after_s=self.faults.dead_after_s,
+            start_timeout_s=self.faults.start_timeout_s,
+            drain_timeout_s=self.faults.drain_timeout_s,
             max_restarts=self.faults.max_restarts,
             stall_timeout_s=self.faults.stall_timeout_s,
         )
@@ -507,12 +518,12 @@ def _broken_rules(config: Config) -> Iterator[ConfigError]:
             expected=f">= prompt + rollout.max_new_tokens, {longest}",
             got=str(rollout.kv_tokens),
         )
-    if not faults.heartbeat_s < faults.suspect_after_s < faults.dead_after_s:
+    if not faults.heartbeat_s < faults.suspect_after_s < faults.dead_after_s <= faults.start_timeout_s:
         yield ConfigError(
             "out of order",
             where="faults.suspect_after_s",
-            expected="heartbeat_s < suspect_after_s < dead_after_s",
-            got=f"{faults.heartbeat_s}, {faults.suspect_after_s}, {faults.dead_after_s}",
+            expected="heartbeat_s < suspect_after_s < dead_after_s <= start_timeout_s",
+            got=f"{faults.heartbeat_s}, {faults.suspect_after_s}, {faults.dead_after_s}, {faults.start_timeout_s}",
         )
     if config.iterations == 0 and config.data.eval is None:
         yield ConfigError("nothing to train and nothing to evaluate", where="iterations", fix="set data.eval")

@@ -314,6 +314,10 @@ class Settings:
     """Replacements of one process before it is given up; 0 = a death ends the run"""
     suspect_after_s: float = 2.0
     dead_after_s: float = 30.0
+    start_timeout_s: float = 300.0
+    """Silence of a process that starts, after which it counts as dead"""
+    drain_timeout_s: float = 30.0
+    """A replica that is to leave goes after this long, whatever it still holds"""
     stall_timeout_s: float = 600.0
 
 

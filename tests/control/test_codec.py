@@ -19,6 +19,7 @@ BEATS = (
     events.ReplicaBeat("r0", 1, "generating", V, 7, Load(1, 2, 3, 4), "node", 2),
     events.RelayBeat("relay", 1, "node", (V, W), 2, ("version 3 was refused",)),
     events.TrainerBeat(1, V, 2, "training"),
+    events.ScorerBeat(2),
     events.StoreBeat(1),
 )
 VALUES: tuple[Any, ...] = (

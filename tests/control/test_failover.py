@@ -162,7 +162,7 @@ def test_who_can_not_keep_its_version_adopts_nothing(busy: str) -> None:
     replica.unfinished[SampleId(9, 0)] = None
     replica.activity = "generating"
     if busy == "drains":
-        replica.draining = True
+        replica.draining, scene.state.unwanted["r0"] = True, scene.now
     elif busy == "lets go":
         replica.moving_to = "r9"
     elif busy == "pulls":
@@ -209,7 +209,7 @@ def test_orphans_do_not_wait_for_ever() -> None:
     """Protocol §5: the only holder drains, a relay has the version but no replica is empty until it is too late."""
     scene = scene_of(2, (1, 2))
     first, second = scene.state.replicas["r0"], scene.state.replicas["r1"]
-    first.draining = True
+    first.draining, scene.state.unwanted["r0"] = True, scene.now
     for replica in (first, second):
         replica.activity = "generating"
         replica.unfinished[SampleId(90 + int(replica.id[1]), 0)] = None
@@ -267,3 +267,30 @@ def test_a_raised_lineage_is_another_version() -> None:
     scene.handle(ReplicaBeat("r0", 1, "idle", new, 0, node="n"))
     commands = scene.store(Orphaned(samples([5]), v(2), 6), Finished(()), Buffered(()))
     assert some(commands, Adopt, Restart) == [Restart("r0", 1, new, samples([5]), "nobody can go on with them")]
+
+
+# ---------------------------------------------------------------- what the user is told
+
+
+def test_a_line_says_who_goes_on_with_what_the_dead_held_and_when() -> None:
+    """Fault 5."""
+    scene = Scene(3, max_restarts=2, groups_in_flight=2)
+    scene.ready()
+    held = samples([7, 8])
+    scene.state.owners.update(dict.fromkeys(held, "r0"))
+    scene.state.replicas["r0"].unfinished.update(dict.fromkeys(held))
+    scene.handle(ProcessEnded("replica", "r0", 1, "killed"))
+    scene.manager.take_notes()
+    scene.now += 0.5
+    scene.store(Orphaned(held, v(0), 4))
+    scene.now += 0.75
+    scene.store(Adopted("r1", 1, v(0), held[:2]))
+    assert scene.manager.take_notes() == []
+    scene.store(Finished(held[:1]), Adopted("r2", 1, v(0), held[2:]))
+    assert scene.manager.take_notes() == ["the 4 unfinished samples of r0 are taken over after 1.2 s: 2 by r1, 2 by r2"]
+    assert not scene.state.estates and not scene.state.left_by
+    scene.handle(ReplicaBeat("r0", 2, "loading", None, 0, node="n"))
+    assert scene.manager.take_notes() == [], "it can do nothing yet"
+    scene.now += 2.0
+    scene.handle(ReplicaBeat("r0", 2, "idle", v(0), 0, node="n"))
+    assert scene.manager.take_notes() == ["replica r0 is back after 3.2 s"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from laminar.control.events import ProcessEnded, ReplicaBeat
+from laminar.control.commands import Replace
+from laminar.control.events import Beat, ProcessEnded, RelayBeat, ReplicaBeat, TrainerBeat
 from laminar.control.liveness import forgive, judge, lost_time
 from laminar.control.state import Process
 from tests.control.plans import make_settings
@@ -60,3 +61,24 @@ def test_a_late_word_of_a_replica_that_was_given_up_is_ignored() -> None:
     scene.beat("r0", 0)
     scene.handle(ReplicaBeat("r0", 2, "idle", v(0), 0))
     assert scene.state.processes["replica", "r0"].state == "given up"
+
+
+@pytest.mark.parametrize(("role", "beat"), [("trainer", "starting"), ("replica", "loading")])
+def test_who_loads_what_it_begins_with_may_be_silent_for_longer(role: str, beat: str) -> None:
+    """Fault 2: an import or a model that keeps all threads from speaking is no death; not to come up at all is one."""
+    scene = Scene(1, dead_after_s=5.0, start_timeout_s=60.0, max_restarts=1)
+    if role == "trainer":
+        scene.trainer(None, beat)
+    else:
+        scene.beat("r0", None, beat)
+    dead: list[str] = []
+    while not dead:
+        others = (RelayBeat("relay", 1, "n", (), 1), *scene_beats(role))
+        dead = [c.role for c in scene.tick(0.5, *others) if isinstance(c, Replace)]
+        assert scene.now < 62
+    assert dead == [role] and scene.now > 60
+
+
+def scene_beats(silent: str) -> tuple[Beat, ...]:
+    """Of the others."""
+    return (ReplicaBeat("r0", 1, "idle", None, 0),) if silent == "trainer" else (TrainerBeat(1, None, 0, "starting"),)

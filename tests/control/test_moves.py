@@ -99,7 +99,7 @@ def test_no_move(why: str) -> None:
     elif why == "waits for KV":
         report(scene, {"r0": 20}, waiting=1)
     elif why == "drains":
-        first.draining = True
+        first.draining, scene.state.unwanted["r0"] = True, scene.now
         scene.state.replicas["r1"].version = v(3)  # so that the drain has nowhere to go either
     elif why == "no work for it":
         scene.state.cut_groups = 2
@@ -274,3 +274,33 @@ def test_a_drained_replica_that_leaves_while_it_pulls_is_not_waited_for() -> Non
     assert scene.state.replicas["r0"].pulling == v(1)
     assert some(scene.handle(DrainRequested("r0")), Remove) == [Remove("replica", "r0", "drained")]
     assert scene.state.replicas["r0"].pulling is None
+
+
+def test_a_drain_has_a_limit() -> None:
+    """What cannot be ended or moved in time is orphaned, and the replica is removed."""
+    scene = tail({"r0": 50}, repack=False, drain_timeout_s=3.0)
+    scene.handle(DrainRequested("r0"))
+    commands: list[Command] = []
+    while not some(commands, Remove):
+        assert scene.now < 4
+        commands = scene.tick(0.5)
+    assert some(commands, Orphan, Remove) == [
+        Orphan("r0", 1, "its time to leave is over"),
+        Remove("replica", "r0", "its time to leave is over"),
+    ]
+    assert scene.now > 3 and scene.state.processes["replica", "r0"].state == "stopped"
+    assert "replica r0 has not left in 3 s and goes; it held 1 unfinished samples" in scene.manager.take_notes()
+    assert some(scene.tick(10.0), Remove) == [], "once"
+
+
+def test_a_replica_whose_machine_goes_is_drained_and_the_last_one_replaced() -> None:
+    """SIGTERM of a spot machine."""
+    scene = tail({"r0": 50, "r1": 50}, repack=False)
+
+    def leaving(name: str) -> list[Command]:
+        return scene.handle(ReplicaBeat(name, 1, "generating", scene.state.replicas[name].version, 1, leaving=True))
+
+    (move,) = some(leaving("r0"), Move, Replace)
+    assert isinstance(move, Move) and (move.source, move.destination) == ("r0", "r1")
+    assert some(leaving("r0"), Move, Replace) == [], "once"
+    assert some(leaving("r1"), Replace) == [Replace("replica", "replica-0", 1, "scaled up")]

@@ -341,7 +341,7 @@ def test_fresh_admits_nothing_more(why: str) -> None:
     if why == "waits for KV":
         replica.load = Load(10, 10, 1, 1)
     elif why == "drains":
-        replica.draining = True
+        replica.draining, scene.state.unwanted["r0"] = True, scene.now
     elif why == "is part of a move":
         replica.receives["r9"] = None
     else:

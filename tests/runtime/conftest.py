@@ -23,8 +23,11 @@ from laminar.run_folder import NODE, RunFolder, read_json, read_jsonl
 from laminar.runtime import guard, launch
 
 SORT = Path(__file__).parents[2] / "examples" / "sort" / "config.toml"
-SMALL = ("train.groups_per_batch=4", "train.group_size=4", "data.eval=none", "eval.temperature=0.0")
-"""A batch of 16 samples and no evaluation."""
+SMALL = (
+    *("train.groups_per_batch=4", "train.group_size=4", "data.eval=none", "eval.temperature=0.0"),
+    "faults.dead_after_s=20",
+)
+"""A batch of 16 samples and no evaluation; patience, since the machine may be busy with other things."""
 
 
 def sort_config(*overrides: str) -> Config:
@@ -152,12 +155,13 @@ class Command:
 
 @pytest.fixture
 def command(tmp_path: Path) -> Iterator[Callable[..., Command]]:
-    """Start `laminar train` in a new run folder, or resume one."""
+    """Start `laminar train` in a new run folder, or resume one. `config`: instead of the small sort task."""
     started: list[Command] = []
 
-    def start(*arguments: str, name: str = "run", resume: bool = False) -> Command:
+    def start(*arguments: str, name: str = "run", resume: bool = False, config: Path | None = None) -> Command:
         folder = RunFolder(tmp_path / name)
-        where = ["--resume", str(folder.path)] if resume else [str(SORT), *SMALL, "--run-dir", str(folder.path)]
+        what = [str(SORT), *SMALL] if config is None else [str(config)]
+        where = ["--resume", str(folder.path)] if resume else [*what, "--run-dir", str(folder.path)]
         process = subprocess.Popen(
             [str(Path(sys.executable).with_name("laminar")), "train", *where, *arguments],
             stdout=subprocess.PIPE,

@@ -123,3 +123,57 @@ def test_a_run_can_not_be_resumed_twice_at_once(command: Callable[..., Command])
     code, out = command(resume=True).wait()
     assert code == 2 and "is going on" in out
     assert first.process.poll() is None
+
+
+EMULATED = Path(__file__).parents[2] / "configs" / "emulated" / "r08.toml"
+TOY = (
+    *("gpus=none", "rollout.replicas=2", "simulation.profile=toy", "simulation.time_scale=10"),
+    *("train.groups_per_batch=8", "train.group_size=4", "train.num_mini_batches=2", "train.checkpoint_every=2"),
+    *("rollout.stream_interval_s=0.2", "faults.suspect_after_s=1.5", "faults.dead_after_s=4"),
+)
+"""Iterations of about half a second, of processes without a model."""
+
+
+@pytest.mark.parametrize(
+    "role",
+    [
+        "manager",
+        "replica",
+        *(pytest.param(role, marks=SLOW) for role in ("datastore", "trainer", "relay", "scorer")),
+    ],
+)
+def test_a_process_that_is_stopped_is_taken_for_dead_and_replaced(command: Callable[..., Command], role: str) -> None:
+    """Faults 2 and 26: SIGSTOP, of which the operating system tells nobody."""
+    run = command("iterations=100000", *TOY, config=EMULATED)
+    run.wait_for_rows(2)
+    wait_until(lambda: set(states(run).values()) == {"alive"}, "everybody's first word")
+    victim = run.pid_of(role)
+    os.kill(victim, signal.SIGSTOP)
+    wait_until(lambda: victim not in run.pids(), "the end of the stopped process", within_s=60)
+    wait_until(lambda: run.pid_of(role) != victim and states(run)[role] == "alive", "its successor", within_s=60)
+    run.wait_for_rows(run.num_rows + 2)
+    run.process.terminate()
+    code, out = run.wait(within_s=20)
+    assert code == 130, out
+    assert "silent for" in out and "is back after" in out and "Traceback" not in out
+    run.assert_nothing_left()
+    check_account(run.folder, completed=False)
+
+
+def states(run: Command) -> dict[str, str]:
+    """By role; of several processes, one that is not alive if there is one."""
+    rows = sorted(reports.processes(run.folder)["processes"], key=lambda row: row["state"] != "alive")
+    return {row["role"]: row["state"] for row in rows}
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=lambda number: number.name)
+def test_a_run_without_a_manager_can_be_interrupted(command: Callable[..., Command], number: signal.Signals) -> None:
+    """Fault 10: it ends in time though nobody is there to end it in order, and goes on later."""
+    run = command("iterations=100000", *TOY, config=EMULATED)
+    run.wait_for_rows(2)
+    os.kill(run.pid_of("manager"), number)
+    run.process.terminate()
+    code, out = run.wait(within_s=10)
+    assert code == 130 and "--resume" in out and "Traceback" not in out
+    run.assert_nothing_left()
+    check_account(run.folder, completed=False)

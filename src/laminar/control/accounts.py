@@ -157,6 +157,8 @@ class Accounts:
         self.eval_rounds: dict[Version, EvalRound] = {}
         self.dropped: Counter[str] = Counter()
         """Samples of training groups dropped, by reason."""
+        self.num_moved = self.num_adopted = self.num_restarted = 0
+        """Changes of hands so far, in samples: between live replicas, of orphans, and of orphans begun anew."""
         self.cancelled: list[tuple[str, int, SampleId, int]] = []
         """(replica, incarnation, sample, owner epoch) that have to be told to forget a sample."""
         self.moves: dict[str, MoveOrder] = {}
@@ -380,6 +382,7 @@ class Accounts:
             partial = self.settings.schedule == "partial" and sample_id.group < FIRST_EVAL
             if version >= s.last_version if partial else version == s.version:
                 self._give(s, "adopt", replica, incarnation)
+                self.num_adopted += 1
                 adopted.append(s)
         self.events.append(Adopted(replica, incarnation, version, tuple(s.id for s in adopted)))
         return adopted
@@ -415,6 +418,7 @@ class Accounts:
             self.orphan(s)
             return None
         self._give(s, "move", order.destination, order.incarnation)
+        self.num_moved += 1
         self.events.append(Adopted(order.destination, order.incarnation, order.version, (s.id,)))
         self._not_pending(order.source, sample_id)
         return s
@@ -449,6 +453,7 @@ class Accounts:
                 continue
             self._sample_step(s, "restart")
             s.attempt += 1
+            self.num_restarted += 1
             s.owner_epoch += 1
             s.owner, s.incarnation, s.length = replica, incarnation, 0
             s.version = s.last_version = version

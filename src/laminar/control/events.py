@@ -29,6 +29,8 @@ class ReplicaBeat:
     failed_pulls: int = 0
     pulling: Version | None = None
     """What it loads, or is going to."""
+    leaving: bool = False
+    """Its machine has asked it to end soon (SIGTERM)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,14 @@ class StoreBeat:
     incarnation: int
 
 
-Beat = ReplicaBeat | RelayBeat | TrainerBeat | StoreBeat
+@dataclass(frozen=True, slots=True)
+class ScorerBeat:
+    """A sign of life, and no more."""
+
+    incarnation: int
+
+
+Beat = ReplicaBeat | RelayBeat | TrainerBeat | StoreBeat | ScorerBeat
 
 
 def sender_of(beat: Beat) -> tuple[str, str]:
@@ -72,6 +81,8 @@ def sender_of(beat: Beat) -> tuple[str, str]:
             return "relay", beat.relay
         case StoreBeat():
             return "datastore", "datastore"
+        case ScorerBeat():
+            return "scorer", "scorer"
         case TrainerBeat():
             return "trainer", "trainer"
 

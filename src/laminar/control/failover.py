@@ -13,7 +13,7 @@ from laminar.control import ledger
 from laminar.control.accounts import FIRST_EVAL
 from laminar.control.commands import Adopt, Command, EndRun, GiveUpCut, Orphan, Pull, Replace, Restart
 from laminar.control.events import ProcessEnded, ProcessSeen, Recovered
-from laminar.control.state import Process, Replica, State
+from laminar.control.state import Estate, Process, Replica, State
 from laminar.types import SampleId, Settings, Version
 
 ORPHANS = "orphans"
@@ -26,6 +26,7 @@ def died(state: State, process: Process, cause: str, is_final: bool = False) -> 
     process.state = ledger.step(ledger.PROCESS, process.state, "death", key)
     deaths = state.deaths.setdefault(key, [])
     deaths.append(state.trained)
+    state.died_at.setdefault(key, state.now)
     line = f"{process.name} died: {cause}"
     if settings.max_restarts == 0 or is_final:
         state.fatal = state.fatal or line
@@ -33,8 +34,7 @@ def died(state: State, process: Process, cause: str, is_final: bool = False) -> 
     held = ""
     if process.role == "replica" and (replica := state.replicas.get(process.id)):
         held = f"; it held {len(replica.unfinished)} unfinished samples"
-        forget_plans(state, replica)
-        yield Orphan(replica.id, process.incarnation, cause)
+        yield disown(state, replica, cause)
     if process.role == "trainer" and (command := _give_up_cut(state)):
         yield command
     unwanted = process.role == "replica" and process.id in state.unwanted
@@ -50,6 +50,14 @@ def died(state: State, process: Process, cause: str, is_final: bool = False) -> 
     others = [p for p in state.processes.values() if p.role == "replica" and p.state not in ("stopped", "given up")]
     if process.role != "replica" or not others:
         state.fatal = state.fatal or f"{line}, {settings.max_restarts} restarts did not help"
+
+
+def disown(state: State, replica: Replica, reason: str) -> Command:
+    """What this replica holds is to go on elsewhere: it is gone, or will be now."""
+    forget_plans(state, replica)
+    if replica.unfinished:
+        state.estates.setdefault(replica.id, Estate(state.now))
+    return Orphan(replica.id, replica.incarnation, reason)
 
 
 def orphan_unknown(state: State, event: Recovered) -> Iterator[Command]:

@@ -39,14 +39,18 @@ def forgive(now: float, processes: Iterable[Process], lost_s: float) -> None:
 def judge(now: float, processes: Iterable[Process], settings: Settings) -> list[Verdict]:
     """Move processes to `suspect` and say which are to be taken for dead, with the reason.
 
-    A process that has never been heard is starting, which has no limit here: the driver sees it fail.
+    Importing a library or laying out weights can keep all threads of a process from speaking, so one that has never
+    been heard, or has said that it loads what it begins with, has longer: `start_timeout_s`.
     """
     verdicts = []
     for process in processes:
-        if process.state not in ("alive", "suspect"):
-            continue
+        if process.role == "manager" or process.state not in ("starting", "alive", "suspect"):
+            continue  # the driver judges the manager
         silent, stuck = now - process.heard, now - process.moved
-        if silent > settings.dead_after_s:
+        if process.state == "starting" or process.loading:
+            if silent > settings.start_timeout_s:
+                verdicts.append(Verdict(process, "dead", f"it has not come up within {settings.start_timeout_s:g} s"))
+        elif silent > settings.dead_after_s:
             verdicts.append(Verdict(process, "dead", f"silent for {silent:.1f} s"))
         elif process.role == "replica" and stuck > settings.dead_after_s:
             verdicts.append(Verdict(process, "dead", f"its engine has not moved for {stuck:.1f} s though it has work"))

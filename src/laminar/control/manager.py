@@ -21,11 +21,13 @@ from laminar.control.events import (
     RelayBeat,
     ReplicaBeat,
     ScaleRequested,
+    ScorerBeat,
     StopRequested,
     StoreBeat,
     StoreEvents,
     Tick,
     TrainerBeat,
+    sender_of,
 )
 from laminar.control.state import Process, State
 from laminar.types import Settings
@@ -78,15 +80,15 @@ class Manager:
     def _apply(self, now: float, event: Event) -> Iterator[Command]:
         state = self.state
         match event:
-            case ReplicaBeat() | RelayBeat() | TrainerBeat() | StoreBeat():
-                self._beat(now, event)
+            case ReplicaBeat() | RelayBeat() | TrainerBeat() | StoreBeat() | ScorerBeat():
+                yield from self._beat(now, event)
             case Tick():
                 lost = liveness.lost_time(now - self.last_tick)
                 liveness.forgive(now, state.processes.values(), lost)
                 state.progress_at = min(now, state.progress_at + lost)
                 self.last_tick = now
                 for beat in event.beats:
-                    self._beat(now, beat)
+                    yield from self._beat(now, beat)
             case StoreEvents():
                 # rows are numbered without gaps; a resend may begin with rows that have been seen
                 unseen = max(0, event.last - state.outbox)
@@ -112,12 +114,16 @@ class Manager:
             case StopRequested():
                 self.interrupted = self.interrupted or event.reason
 
-    def _beat(self, now: float, beat: Beat) -> None:
+    def _beat(self, now: float, beat: Beat) -> Iterator[Command]:
         match beat:
             case ReplicaBeat():
                 self.state.replica_beat(now, beat)
-            case StoreBeat():
-                self.state.heard(now, "datastore", "datastore", beat.incarnation)
+                if beat.leaving:
+                    yield from moves.leave(self.state, beat.replica)
+            case StoreBeat() | ScorerBeat():
+                role, id_ = sender_of(beat)
+                if self.state.heard(now, role, id_, beat.incarnation) is not None:
+                    self.state.back(role, id_)
             case RelayBeat():
                 self.state.relay_beat(now, beat)
                 self.state.notes += beat.problems
@@ -267,12 +273,12 @@ def is_news(last: Beat | None, beat: Beat) -> bool:
     match beat:
         case ReplicaBeat():
             return not isinstance(last, ReplicaBeat) or (
-                (last.incarnation, last.version, last.failed_pulls)
-                != (beat.incarnation, beat.version, beat.failed_pulls)
+                (last.incarnation, last.version, last.failed_pulls, last.leaving)
+                != (beat.incarnation, beat.version, beat.failed_pulls, beat.leaving)
             )
         case RelayBeat():
             return not isinstance(last, RelayBeat) or last.whole != beat.whole or bool(beat.problems)
-        case TrainerBeat() | StoreBeat():
+        case TrainerBeat() | StoreBeat() | ScorerBeat():
             return last != beat
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from laminar.control import ledger
 from laminar.control.commands import CancelMove, Command, Move, Remove, Replace
-from laminar.control.failover import forget_plans
+from laminar.control.failover import disown, forget_plans
 from laminar.control.repack import RepackLimits, ReplicaLoad, plan_repack
 from laminar.control.state import Process, Replica, State
 from laminar.types import Version
@@ -38,10 +38,13 @@ def repack(state: State) -> Iterator[Command]:
 
 
 def begin_drain(state: State, replica_id: str) -> None:
-    """From here on this replica is given nothing new; it leaves when it is empty, and is not replaced if it dies."""
+    """From here on this replica is given nothing new; it leaves when it is empty, and is not replaced if it dies.
+
+    After `drain_timeout_s` it goes in any case.
+    """
     if state.processes["replica", replica_id].state in GONE or replica_id in state.unwanted:
         return
-    state.unwanted[replica_id] = None
+    state.unwanted[replica_id] = state.now
     if replica := state.replicas.get(replica_id):
         replica.draining = True
     state.notes.append(f"replica {replica_id} is being drained")
@@ -51,6 +54,17 @@ def drain(state: State) -> Iterator[Command]:
     """Move the work of draining replicas away if somebody holds its version; remove those that are empty."""
     for replica in [r for _, r in sorted(state.replicas.items()) if r.draining]:
         process = state.processes["replica", replica.id]
+        if process.state in ledger.ENDED:
+            continue
+        if state.now - state.unwanted[replica.id] > state.settings.drain_timeout_s:
+            process.state = ledger.step(ledger.PROCESS, process.state, "stop", replica.id)
+            held = f"; it held {len(replica.unfinished)} unfinished samples" if replica.unfinished else ""
+            state.notes.append(
+                f"replica {replica.id} has not left in {state.settings.drain_timeout_s:g} s and goes{held}"
+            )
+            yield disown(state, replica, "its time to leave is over")
+            yield Remove("replica", replica.id, "its time to leave is over")
+            continue
         there = process.state in ("alive", "suspect") and replica.heard
         if not there or replica.bound or replica.activity == "granted":
             continue
@@ -69,13 +83,18 @@ def drain(state: State) -> Iterator[Command]:
             yield _move(state, replica, min(able, key=lambda r: (r.load.kv_used, r.id)), "the source is drained")
 
 
+def leave(state: State, replica_id: str) -> Iterator[Command]:
+    """The machine of this replica wants it to end: it is drained, and the last one is replaced by another."""
+    if replica_id in state.unwanted:
+        return
+    begin_drain(state, replica_id)
+    if not _staying(state):
+        yield from scale(state, 1)
+
+
 def scale(state: State, wanted: int) -> Iterator[Command]:
     """Start replicas, or drain those with the highest ids, until `wanted` are there to stay."""
-    staying = [
-        p.id
-        for (role, _), p in sorted(state.processes.items(), key=lambda item: _order(item[1].id))
-        if role == "replica" and p.state not in GONE and p.id not in state.unwanted
-    ]
+    staying = _staying(state)
     for replica_id in staying[wanted:]:
         begin_drain(state, replica_id)
     taken = [_order(id_)[0] for role, id_ in state.processes if role == "replica"]
@@ -85,6 +104,15 @@ def scale(state: State, wanted: int) -> Iterator[Command]:
         state.processes["replica", process.id] = process
         state.notes.append(f"replica {process.id} joins")
         yield Replace("replica", process.id, process.incarnation, "scaled up")
+
+
+def _staying(state: State) -> list[str]:
+    """Replicas that nobody wants to leave, by number."""
+    return [
+        p.id
+        for (role, _), p in sorted(state.processes.items(), key=lambda item: _order(item[1].id))
+        if role == "replica" and p.state not in GONE and p.id not in state.unwanted
+    ]
 
 
 def cancel_late(state: State) -> Iterator[Command]:

@@ -51,6 +51,8 @@ class Process:
     moved: float = 0.0
     """When its step counter last changed, or it last had nothing to do."""
     step: int = 0
+    loading: bool = False
+    """It has said that it loads what it can't begin without: it may be silent for as long as a start takes."""
 
     @property
     def name(self) -> str:
@@ -101,6 +103,19 @@ class Orphan:
 
 
 @dataclass(slots=True)
+class Estate:
+    """What a replica that is gone had in its hands."""
+
+    since: float
+    waiting: int = 0
+    """Samples that nobody has gone on with yet."""
+    heirs: dict[str, int] = field(default_factory=dict)
+    """Who has gone on with how many."""
+    anew: int = 0
+    """Of these, begun anew from the prompt."""
+
+
+@dataclass(slots=True)
 class Relay:
     id: str
     incarnation: int
@@ -137,8 +152,14 @@ class State:
         self.orphans: dict[SampleId, Orphan] = {}
         self.deaths: dict[tuple[str, str], list[int]] = {}
         """Deaths of each process so far: at each, the lowest batch that was not trained."""
-        self.unwanted: dict[str, None] = {}
-        """Replicas that are to be removed, or have been."""
+        self.died_at: dict[tuple[str, str], float] = {}
+        """Processes that have died and are not back."""
+        self.estates: dict[str, Estate] = {}
+        """By replica that is gone, until all that it held goes on."""
+        self.left_by: dict[SampleId, str] = {}
+        """Samples of those estates that nobody has gone on with."""
+        self.unwanted: dict[str, float] = {}
+        """Replicas that are to be removed, or have been, and since when."""
         self.chain = Chain()
         self.links: dict[str, Link] = {}
         """What each relay was last told of its neighbours."""
@@ -223,6 +244,11 @@ class State:
         process.heard = now
         return process
 
+    def back(self, role: str, id_: str) -> None:
+        """A process that had died can do its work again."""
+        if (died := self.died_at.pop((role, id_), None)) is not None:
+            self.notes.append(f"{self.processes[role, id_].name} is back after {self.now - died:.1f} s")
+
     def replica_beat(self, now: float, beat: ReplicaBeat) -> None:
         process = self.heard(now, "replica", beat.replica, beat.incarnation)
         if process is None:
@@ -237,6 +263,9 @@ class State:
             replica.failed_pulls = beat.failed_pulls
         if beat.step != process.step or not replica.unfinished or beat.state != "generating":
             process.step, process.moved = beat.step, now
+        process.loading = beat.state == "loading" and beat.version is None
+        if beat.version is not None:
+            self.back("replica", beat.replica)
         replica.node, replica.load = beat.node, beat.load
         if beat.version is not None and beat.version != replica.version:
             replica.version = beat.version
@@ -264,14 +293,19 @@ class State:
         is_new = relay is None or relay.incarnation < beat.incarnation
         if relay is None or is_new:
             relay = self.relays[beat.relay] = Relay(beat.relay, beat.incarnation, beat.node)
+            self.back("relay", beat.relay)
         if is_new or beat.whole != relay.whole:
             relay.whole = beat.whole
             shown = [v for r in self.relays.values() if r.node == beat.node for v in r.whole]
             self._newest[beat.node] = max(shown, default=None)
 
     def trainer_beat(self, now: float, beat: TrainerBeat) -> None:
-        if self.heard(now, "trainer", "trainer", beat.incarnation) is None:
+        process = self.heard(now, "trainer", "trainer", beat.incarnation)
+        if process is None:
             return
+        process.loading = beat.state == "starting"
+        if not process.loading:
+            self.back("trainer", "trainer")
         if (beat.version, beat.state) != (self.trainer.version, self.trainer.state):
             self.progress_at = now
         self.trainer = beat
@@ -283,6 +317,7 @@ class State:
             case Issued():
                 self._issued(event)
             case Adopted():
+                self._inherited(event.samples, event.replica)
                 self._left(event.samples)
                 self._arrived(event.replica, event.incarnation, event.samples)
                 if event.replica in self.replicas:
@@ -305,8 +340,10 @@ class State:
             case Dropped():
                 for group in event.groups:
                     self.live.pop(group, None)
+                self._inherited(event.samples, None)
                 self._left(event.samples)
             case Orphaned():
+                self._bequeathed(event.samples)
                 self._left(event.samples)
                 self.orphans.update(dict.fromkeys(event.samples, Orphan(event.version, event.deadline, now)))
             case EvalDone():
@@ -329,6 +366,8 @@ class State:
             self.live.update(dict.fromkeys(event.groups, "issued"))
         for sample in event.samples:
             self.orphans.pop(sample, None)
+        if event.restarted:
+            self._inherited(event.samples, event.replica, anew=True)
         self._arrived(event.replica, event.incarnation, event.samples)
         replica = self.replicas.get(event.replica)
         if replica is not None and replica.incarnation == event.incarnation:
@@ -347,6 +386,30 @@ class State:
         self.owners.update(dict.fromkeys(samples, replica_id))
         if replica.unfinished and replica.activity in ("idle", "generating"):
             replica.move("work")
+
+    def _bequeathed(self, samples: tuple[SampleId, ...]) -> None:
+        """These samples have lost their owner."""
+        for sample in samples:
+            owner = self.owners.get(sample)
+            if owner is not None and owner in self.estates:
+                self.left_by[sample] = owner
+                self.estates[owner].waiting += 1
+
+    def _inherited(self, samples: tuple[SampleId, ...], heir: str | None, anew: bool = False) -> None:
+        """Somebody goes on with these, or they are dropped (None). Says so when the estate is settled."""
+        for sample in samples:
+            owner = self.left_by.pop(sample, None)
+            if owner is None:
+                continue
+            estate = self.estates[owner]
+            estate.waiting -= 1
+            if heir is not None:
+                estate.heirs[heir] = estate.heirs.get(heir, 0) + 1
+                estate.anew += anew
+            if not estate.waiting:
+                del self.estates[owner]
+                if estate.heirs:
+                    self.notes.append(_succession(owner, estate, self.now))
 
     def _move_ended(self, source: str, destination: str) -> None:
         if source in self.replicas:
@@ -393,7 +456,7 @@ class State:
             if p.deaths:
                 self.deaths[p.role, p.id] = list(p.deaths)
             if p.unwanted:
-                self.unwanted[p.id] = None
+                self.unwanted[p.id] = now
         trainer = self.processes.get(("trainer", "trainer"))
         if trainer is not None and trainer.state == "stopped":
             self.trainer_ended()
@@ -411,3 +474,11 @@ class State:
             )
             for (role, id_), p in sorted(self.processes.items())
         )
+
+
+def _succession(replica_id: str, estate: Estate, now: float) -> str:
+    """For the user: who goes on with what a replica held, and how long that took."""
+    total = sum(estate.heirs.values())
+    by = ", ".join(f"{count} by {heir}" for heir, count in sorted(estate.heirs.items()))
+    anew = f", {estate.anew} of them from the prompt" if estate.anew else ""
+    return f"the {total} unfinished samples of {replica_id} are taken over after {now - estate.since:.1f} s: {by}{anew}"

@@ -131,7 +131,10 @@ def save_counters(db: sqlite3.Connection, accounts: Accounts) -> None:
     set_meta(db, "counters", json.dumps(counters))
 
 
-COUNTERS = ("next_group", "next_eval", "cursor", "buffered_count", "update", "part", "trained_version", "cut_groups")
+COUNTERS = (
+    *("next_group", "next_eval", "cursor", "buffered_count", "update", "part", "trained_version", "cut_groups"),
+    *("num_moved", "num_adopted", "num_restarted"),
+)
 
 
 def load_accounts(db: sqlite3.Connection, settings: Settings) -> Accounts:

@@ -101,8 +101,12 @@ class DataStore:
         self._failure: BaseException | None = None
         """What broke a transaction off: the account is ahead of the database then, and nothing more is done."""
         self._busy_s: dict[tuple[str, int], float] = {}
-        self._last_row = (clock(), 0.0, sum(row["num_dropped"] for row in stored_rows(self.db, "metrics")))
-        """Time, busy seconds of all replicas, and dropped samples at the last metrics row."""
+        self._last_row = clock(), 0.0
+        """Time and busy seconds of all replicas at the last metrics row."""
+        self._counted = {
+            name: sum(row.get(name, 0) for row in stored_rows(self.db, "metrics")) for name in self._counters()
+        }
+        """What all metrics rows so far say of the counters."""
         for sample in self.accounts.unfinished():
             if sample.state == "issued" and sample.owner is not None:
                 self._post(sample.owner, [sample])
@@ -403,9 +407,9 @@ class DataStore:
             self.metrics.append(row)
 
     def _metrics_row(self, groups: Sequence[Group], trained: Trained) -> dict[str, object]:
-        now, busy_s, dropped = self.clock(), sum(self._busy_s.values()), self.accounts.dropped.total()
-        last, last_busy_s, last_dropped = self._last_row
-        self._last_row = now, busy_s, dropped
+        now, busy_s, counters = self.clock(), sum(self._busy_s.values()), self._counters()
+        last, last_busy_s = self._last_row
+        counted, self._counted, self._last_row = self._counted, counters, (now, busy_s)
         elapsed = max(now - last, 1e-9)
         marks = ", ".join("?" * len(groups))
         ids = [g.id for g in groups]
@@ -433,10 +437,20 @@ class DataStore:
                 "samples_per_s": row["num_samples"] / elapsed,
                 "tokens_per_s": num_tokens / elapsed,
                 "rollout_busy_fraction": min(1.0, max(0.0, busy_s - last_busy_s) / elapsed / replicas),
-                "num_dropped": dropped - last_dropped,
             }
+            | {name: number - counted[name] for name, number in counters.items()}
             | trained.statistics
         )
+
+    def _counters(self) -> dict[str, int]:
+        """What a metrics row counts since the row before."""
+        accounts = self.accounts
+        return {
+            "num_dropped": accounts.dropped.total(),
+            "num_moved": accounts.num_moved,
+            "num_adopted": accounts.num_adopted,
+            "num_restarted": accounts.num_restarted,
+        }
 
     def _free_rows(self, trained: Trained) -> None:
         """Tokens are needed until a later checkpoint is durable; texts of old groups go too."""

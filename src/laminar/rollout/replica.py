@@ -105,10 +105,13 @@ class Replica:
         manager: Manager,
         config: Config,
         clock: Callable[[], float] = time.monotonic,
+        leaving: threading.Event | None = None,
     ) -> None:
+        """`leaving`: set when this replica has been asked to end soon; the manager is told, and drains it."""
         self.name, self.incarnation, self.node = name, incarnation, node
         self.engine, self.versions, self.store, self.manager = engine, versions, store, manager
         self.config, self.clock = config, clock
+        self.leaving = leaving or threading.Event()
         rollout = config.rollout
         train = Sampling(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens, tuple(rollout.stop))
         evaluate = Sampling(config.eval.temperature, 1.0, 0, rollout.max_new_tokens, tuple(rollout.stop))
@@ -409,7 +412,7 @@ class Replica:
                 reports = self._state == "generating" and not self._inbox and not self._any_generating()
                 beat = ReplicaBeat(
                     self.name, self.incarnation, "reporting" if reports else self._state, self._version, self._step,
-                    self._load_seen, self.node, self._failed_pulls, self._pulling,
+                    self._load_seen, self.node, self._failed_pulls, self._pulling, self.leaving.is_set(),
                 )  # fmt: skip
             for command in inbox.take(self.manager.beat(beat, inbox, period if idle else 0.0)):
                 self._obey(command)

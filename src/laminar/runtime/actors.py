@@ -10,6 +10,7 @@ import faulthandler
 import importlib
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -18,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from laminar.config import Config
-from laminar.control.commands import Numbered
-from laminar.control.events import Beat, DriverEvent, Recovered, StoreEvents
+from laminar.control.commands import Numbered, Stop
+from laminar.control.events import Beat, DriverEvent, Recovered, ScorerBeat, StoreEvents
 from laminar.control.mailbox import Inbox
 from laminar.run_folder import NODE, RunFolder
 from laminar.runtime.handles import ManagerHandle, RelayManagerHandle, ScoreHandle, StoreHandle
@@ -158,15 +159,40 @@ class RelayActor(Actor):
         relay.run(threading.Event(), RelayManagerHandle(manager, NODE))
 
 
+def on_sigterm() -> threading.Event:
+    """What SIGTERM sets from now on, instead of ending the process.
+
+    Ray keeps the main thread in C++, where Python runs no handler: the signal's number comes through a pipe.
+    """
+    asked = threading.Event()
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+
+    def wait() -> None:
+        while signal.SIGTERM not in os.read(reader, 64):
+            pass
+        asked.set()
+
+    threading.Thread(target=wait, name="sigterm", daemon=True).start()
+    return asked
+
+
 class ReplicaActor(Actor):
     needs = ("laminar.rollout.replica", "laminar.rollout.torch_engine")
+
+    def __init__(self, role: str, id_: str, folder: Path, threads: int = 1) -> None:
+        self._leaving = on_sigterm()
+        super().__init__(role, id_, folder, threads)
 
     def run(self, incarnation: int, config: Config, store: StoreHandle, manager: ManagerHandle) -> None:
         from laminar.rollout.replica import Replica
         from laminar.weights.publisher import LocalVersions
 
         versions = LocalVersions(self.folder.slots(NODE))
-        Replica(self.id, incarnation, NODE, self.engine(config, versions), versions, store, manager, config).run()
+        engine = self.engine(config, versions)
+        Replica(self.id, incarnation, NODE, engine, versions, store, manager, config, leaving=self._leaving).run()
 
     def engine(self, config: Config, versions: LocalVersions) -> Engine:
         from laminar.rollout.torch_engine import TorchEngine
@@ -222,11 +248,26 @@ class EmulatedTrainerActor(TrainerActor):
 class ScorerActor(Actor):
     needs = ("laminar.data.scorer",)
 
-    def run(self, incarnation: int, config: Config, store: StoreHandle) -> None:
+    def run(self, incarnation: int, config: Config, store: StoreHandle, manager: ManagerHandle) -> None:
+        stop = threading.Event()
+        beat = threading.Thread(target=self._beat, args=(incarnation, config, manager, stop), name="beat", daemon=True)
+        beat.start()
+        self.score(incarnation, config, store, stop)
+
+    @staticmethod
+    def _beat(incarnation: int, config: Config, manager: ManagerHandle, stop: threading.Event) -> None:
+        """Show that the process lives. When to stop the data store says, too."""
+        inbox = Inbox()
+        while not stop.is_set():
+            told = inbox.take(manager.beat(ScorerBeat(incarnation), inbox, 0.0))
+            if any(isinstance(command, Stop) for command in told):
+                stop.set()
+            stop.wait(config.faults.heartbeat_s)
+
+    def score(self, incarnation: int, config: Config, store: StoreHandle, stop: threading.Event) -> None:
         from laminar.data.prompts import load_tokenizer
         from laminar.data.scorer import Scorer
 
-        stop = threading.Event()
         scorer = Scorer(
             config,
             load_tokenizer(config.model_path),
@@ -244,10 +285,9 @@ class ScorerActor(Actor):
 class EmulatedScorerActor(ScorerActor):
     needs = ("laminar.data.emulated",)
 
-    def run(self, incarnation: int, config: Config, store: StoreHandle) -> None:
+    def score(self, incarnation: int, config: Config, store: StoreHandle, stop: threading.Event) -> None:
         from laminar.data.emulated import ConstantScorer
 
-        stop = threading.Event()
         ConstantScorer(ScoreHandle(store, stop), incarnation, config.profile.reward_s).run(stop)
 
 

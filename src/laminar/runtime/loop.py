@@ -13,6 +13,7 @@ from laminar.config import Config
 from laminar.control.commands import Command, EndRun, Numbered, Remove, Replace
 from laminar.control.events import DriverEvent, ProcessEnded, ProcessSeen, ProcessStarted, StopRequested
 from laminar.control.failover import without_manager
+from laminar.control.liveness import lost_time
 from laminar.control.mailbox import Inbox
 from laminar.errors import ProtocolError
 from laminar.run_folder import RunFolder
@@ -26,6 +27,9 @@ LOOK_S = 0.2
 """How often the driver looks for requests and signals."""
 LONG_POLL_S = 0.5
 """How long a manager with nothing to say lets the driver wait."""
+BY_THE_USER = "interrupted by the user"
+INTERRUPTED_WITHIN_S = 2.0
+"""A manager that does not end an interrupted run within this time is not waited for."""
 
 
 def run(
@@ -58,7 +62,7 @@ def run(
             "relay": (config, manager),
             "trainer": (config, store, manager),
             "replica": (config, store, manager),
-            "scorer": (config, store),
+            "scorer": (config, store, manager),
         }
         started = supervisor.begin(recovered, interrupted)
         end = Driver(supervisor, settings, store, manager, started, say).drive(interrupted)
@@ -93,40 +97,62 @@ class Driver:
         """The last manager's word on all processes, and what has been done since."""
         self._inbox = Inbox()
         self._poll: Any = None
-        self._asked = 0.0
         self._term: Any = None
         """Reference to what the next manager begins with."""
+        self._asked = self._looked = 0.0
+        """When one of these two was asked, and when the driver last looked for the answer."""
+        self._lost_manager: float | None = None
+        """When the manager died, until there is another."""
+        self._interrupted: float | None = None
         self._end: EndRun | None = None
 
     def drive(self, interrupted: threading.Event) -> EndRun:
-        stopping = False
         self._ask()
         while self._end is None:
             awaited = [r for r in (self._poll, self._term) if r is not None]
             done = handles.wait_for_any([*awaited, *self._supervisor.awaited()], LOOK_S)
+            now = time.monotonic()
+            self._asked, self._looked = self._asked + lost_time(now - self._looked), now
             self._news += self._supervisor.news(done)
             self._news += requests.take(self._supervisor.folder)
-            if interrupted.is_set() and not stopping:
-                stopping = True
-                self._news.append(StopRequested("interrupted by the user"))
+            if interrupted.is_set():
+                self._interrupt(now)
             self._supervisor.advance()
             if any(isinstance(e, ProcessEnded) and e.role == "manager" for e in self._news):
-                self._poll = None
+                self._poll, self._lost_manager = None, self._lost_manager or time.monotonic()
             if self._poll is None:
                 self._without_manager(done)
             elif self._poll in done:
                 if (answer := handles.answer_of(self._poll)) is not None:
-                    self._told = []
                     self._obey(*answer)
                 self._ask()
-            elif time.monotonic() - self._asked > self._settings.dead_after_s:
-                self._say(f"the manager is silent for {self._settings.dead_after_s:g} s")
-                self._supervisor.kill("manager", "manager")
+            elif self._end is None:
+                self._judge("manager")
         return self._end
+
+    def _interrupt(self, now: float) -> None:
+        """The user wants to stop: the manager ends the run, or, if it is not able to, this."""
+        if self._interrupted is None:
+            self._interrupted = now
+            self._news.append(StopRequested(BY_THE_USER))
+        elif now - self._interrupted > INTERRUPTED_WITHIN_S:
+            self._end = EndRun("interrupted", BY_THE_USER)
+
+    def _judge(self, role: str) -> None:
+        """The manager that does not answer, or the data store that the next one waits for, is taken for dead."""
+        process = self._supervisor.newest(role)
+        if not process.pid or process.ended:
+            return
+        limit = self._settings.dead_after_s if process.answered else self._settings.start_timeout_s
+        silent = self._looked - max(self._asked, process.began)
+        if silent > limit:
+            self._say(f"{role} is dead: silent for {silent:.1f} s")
+            self._asked = self._looked
+            self._supervisor.kill(role, role)
 
     def _ask(self) -> None:
         self._told, self._news = self._told + self._news, []
-        self._asked = time.monotonic()
+        self._asked = self._looked = time.monotonic()
         self._poll = self._manager.driver_poll(self._told, self._inbox, 0.0 if self._told else LONG_POLL_S)
 
     def _obey(
@@ -136,7 +162,11 @@ class Driver:
         states: Sequence[dict[str, object]],
         seen: tuple[ProcessSeen, ...],
     ) -> None:
-        self._seen = seen
+        self._told, self._seen = [], seen
+        self._supervisor.newest("manager").answered = True
+        if self._lost_manager is not None:
+            self._say(f"manager is back after {time.monotonic() - self._lost_manager:.1f} s")
+            self._lost_manager = None
         for note in notes:
             self._say(note)
         self._supervisor.write(states)
@@ -147,6 +177,7 @@ class Driver:
         match command:
             case EndRun():
                 self._end = command
+                self._supervisor.told_to_stop = self._poll is not None
             case Replace() | Remove():
                 self._supervisor.obey(command)
             case other:
@@ -164,11 +195,17 @@ class Driver:
             for command in commands:
                 self._carry_out(command)
         waiting = self._supervisor.waiting_manager()
-        if self._term in done and (recovered := handles.answer_of(self._term)) is not None and waiting is not None:
+        if waiting is None:
+            return
+        if self._term in done and (recovered := handles.answer_of(self._term)) is not None:
             self._term = None
+            self._supervisor.newest("datastore").answered = True
             self._manager.find()
             self._supervisor.run(waiting, waiting.incarnation, replace(recovered, processes=self._seen))
             self._ask()
-        elif waiting is not None and (self._term is None or self._term in done):
+        elif self._term is None or self._term in done:
             self._store.find()
+            self._asked = self._looked = time.monotonic()
             self._term = self._store.begin_term()
+        else:
+            self._judge("datastore")

@@ -169,7 +169,7 @@ class ManagerService:
             {
                 "role": role,
                 "id": id_,
-                "state": process.state,
+                "state": "alive" if role == "manager" else process.state,  # it says this itself
                 "version": getattr(versions.get((role, id_)), "number", None),
             }
             for (role, id_), process in sorted(state.processes.items())

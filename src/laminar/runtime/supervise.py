@@ -46,6 +46,10 @@ class Process:
     incarnation: int = 0
     body: Any = None
     """Reference that is done when the body has returned or died."""
+    began: float = 0.0
+    """Instant at which it was there."""
+    answered: bool = False
+    """It has answered the driver at least once."""
     unwanted: bool = False
     """Its end is in order, however it comes."""
     ended: bool = False
@@ -77,6 +81,8 @@ class Supervisor:
     processes: list[Process] = field(default_factory=list)
     start: str = field(default_factory=lambda: secrets.token_hex(8))
     """Names this start of the run in its Ray."""
+    told_to_stop: bool = False
+    """The manager has told everybody to stop."""
     first_traceback: str | None = None
     """Of the first body that failed by something unforeseen."""
     _coming: list[Replace] = field(default_factory=list)
@@ -103,7 +109,7 @@ class Supervisor:
         for process in self.processes:
             self.run(process, recovered.term, *((recovered,) if process.role == "manager" else ()))
         for process in self.processes:
-            process.pid = handles.wait_for(process.pid_known, interrupted)
+            process.pid, process.began = handles.wait_for(process.pid_known, interrupted), time.monotonic()
         self.write([])
         return [ProcessStarted(p.role, p.id, p.incarnation) for p in self.processes]
 
@@ -118,7 +124,7 @@ class Supervisor:
         events: list[DriverEvent] = []
         for process in [p for p in self.processes if not p.ended and p.awaited in done]:
             if not process.pid and (failure := self._failure(process, process.pid_known)) is None:
-                process.pid = handles.result_of(process.pid_known)
+                process.pid, process.began = handles.result_of(process.pid_known), time.monotonic()
                 events.append(ProcessStarted(process.role, process.id, process.incarnation))
                 continue
             process.ended = True
@@ -147,6 +153,10 @@ class Supervisor:
             process.incarnation = command.incarnation
             if command.role != "manager":
                 self.run(process, command.incarnation)
+
+    def newest(self, role: str) -> Process:
+        """Of a role that one process has."""
+        return self._named(role, role)[-1]
 
     def waiting_manager(self) -> Process | None:
         """A manager that has been started and not begun."""
@@ -195,9 +205,12 @@ class Supervisor:
             log.write(f"{process.role} {process.id} (pid {process.pid}) failed:\n{text}\n\n")
 
     def stop(self) -> None:
-        """Give everybody STOP_WITHIN_S to return, the manager apart, which ends last; then kill what is left."""
+        """Give who was told to stop STOP_WITHIN_S to return, the manager apart, which ends last; then kill.
+
+        What has been acknowledged is durable, however a process ends.
+        """
         self._coming.clear()
-        deadline = time.monotonic() + STOP_WITHIN_S
+        deadline = time.monotonic() + (STOP_WITHIN_S if self.told_to_stop else 0.0)
         while time.monotonic() < deadline:
             waiting = [p.body for p in self.processes if p.body is not None and not p.ended and p.role != "manager"]
             if not waiting:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from laminar.control.commands import Command, EndRun, Numbered, Remove, Replace, Stop, address
-from laminar.control.events import Beat, Event, Recovered, Tick, sender_of
+from laminar.control.events import Beat, Event, Recovered, ScorerBeat, Tick, sender_of
 from laminar.control.mailbox import Inbox, Mailbox
 from laminar.control.manager import Manager, Record, is_news
 from laminar.sim.kernel import TICK
@@ -67,6 +67,9 @@ class ManagerProcess(Life):
         beats: list[Beat] = [b for p in self.world.processes() if (b := p.quiet_beat()) is not None]
         if (b := self.world.store.quiet_beat()) is not None:
             beats.append(b)
+        scorer = self.world.scorer
+        if scorer.alive and not scorer.stopped:
+            beats.append(ScorerBeat(scorer.incarnation))
         self._last.update((sender_of(beat), beat) for beat in beats)
         self.handle(Tick(tuple(beats)))
 
