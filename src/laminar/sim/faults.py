@@ -222,7 +222,8 @@ def strike(world: World, fault: Fault) -> None:
                 link.hold(world.kernel.now + fault.seconds)
         case "slow" if life is not None:
             for step in range(int(fault.seconds / SLOW_STEP_S)):
-                life.after(step * SLOW_STEP_S, lambda: life.stall(SLOW_STEP_S * SLOW_SHARE))
+                # by the clock, not by its own time: two such faults must not stop it in turns, without a moment to live
+                world.kernel.after(step * SLOW_STEP_S, lambda: life.stall(SLOW_STEP_S * SLOW_SHARE))
 
 
 def run_chaos(seed: int) -> ChaosResult:
