@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from laminar.control.commands import Complete, EndRun, Keep, Stop
@@ -29,8 +24,8 @@ from laminar.sim.world import World
 from laminar.types import SampleId
 from tests.control.plans import make_settings, random_plan
 from tests.control.scene import Scene, kinds, samples, v
+from tests.hash_seeds import printed_under_two_hash_seeds
 
-ROOT = Path(__file__).resolve().parents[2]
 STOPS = [("replica", "*"), ("trainer", "*"), ("relay", "*"), ("datastore", "*")]
 
 
@@ -292,14 +287,5 @@ def test_decisions_do_not_depend_on_the_hash_seed() -> None:
         "from tests.control.test_manager import world_with_restarts\n"
         "print(json.dumps([codec.encode_record(r) for r in world_with_restarts().records]))\n"
     )
-    said = [
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    ]
+    said = printed_under_two_hash_seeds(code)
     assert said[0] == said[1] and len(said[0]) > 10_000

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -18,6 +14,7 @@ from laminar.sim.plan import Chances, Delays, Plan
 from laminar.sim.report import report
 from laminar.sim.world import World
 from laminar.types import Version
+from tests.hash_seeds import printed_under_two_hash_seeds
 from tests.sim.plans import (
     AT_ONCE,
     EQUAL,
@@ -31,8 +28,6 @@ from tests.sim.plans import (
     make_settings,
     training_s,
 )
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def ended(plan: Plan, outcome: str = "completed") -> World:
@@ -277,16 +272,7 @@ def test_the_hash_seed_changes_nothing() -> None:
         "    world = ended(mixed(schedule))\n"
         "    print(world.marks, world.store.iterations, world.kernel.num_events)\n"
     )
-    said = [
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    ]
+    said = printed_under_two_hash_seeds(code)
     assert said[0] == said[1] != ""
 
 
