@@ -25,6 +25,7 @@ from laminar.data.store import DataStore
 from laminar.trainer.loop import TrainerLoop
 from laminar.trainer.torch_backend import TorchBackend
 from laminar.types import Chunk, Finish, GroupScore, MemberScore, ReplicaReport, ScoreReport, Version
+from tests.data.driving import apply
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -197,7 +198,7 @@ def run_folder(config: Config, tmp_path: Path) -> Path:
     ticks = iter(range(1000))
     settings = config.settings(eval_groups=EVAL_ROWS)
     store = DataStore(tmp_path, settings, Prompts(), Prompts(), fifo, lambda: float(next(ticks)))  # type: ignore[arg-type]
-    store.apply([Issue("replica-0", 1, V0, EVAL_ROWS, "eval", "test"), Issue("replica-0", 1, V0, B, "train", "test")])
+    apply(store, [Issue("replica-0", 1, V0, EVAL_ROWS, "eval", "test"), Issue("replica-0", 1, V0, B, "train", "test")])
     generate_and_score(store)
     shelf = Shelf()
     assert TrainerLoop(config, TorchBackend(config), store, shelf, shelf, tmp_path / "checkpoints").run()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from laminar.control.commands import Issue
+from laminar.control.commands import Command, Issue, Numbered
 from laminar.data.prompts import Drawn
 from laminar.data.samplers import fifo
 from laminar.data.store import DataStore
@@ -88,6 +88,12 @@ def chunk(work: Work, length: int, start: int = 0) -> Chunk:
     )
 
 
+def apply(store: DataStore, commands: Sequence[Command]) -> None:
+    """The manager of this term has these commands for the store."""
+    last = store.acked.number
+    store.obey([Numbered(store.term, last + i, command) for i, command in enumerate(commands, start=1)])
+
+
 @dataclass
 class Hand:
     """One replica, the scorer and the trainer of a store."""
@@ -100,7 +106,7 @@ class Hand:
 
     def issue(self, groups: int, version: Version = V0, kind: str = "train") -> list[Work]:
         """New groups for this replica, and the work that comes of it."""
-        self.store.apply([Issue(self.replica, self.incarnation, version, groups, kind, "")])
+        apply(self.store, [Issue(self.replica, self.incarnation, version, groups, kind, "")])
         return self.take()
 
     def take(self) -> list[Work]:

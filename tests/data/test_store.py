@@ -40,7 +40,7 @@ from laminar.types import (
     Version,
 )
 from tests.control.plans import make_settings
-from tests.data.driving import V0, Hand, Prompts, chunk, open_store, reasons, states, stored, tokens_of
+from tests.data.driving import V0, Hand, Prompts, apply, chunk, open_store, reasons, states, stored, tokens_of
 
 V1 = Version(0, 1)
 
@@ -65,13 +65,13 @@ def hand(store: DataStore) -> Hand:
 
 
 def test_work_is_sent_until_it_is_accepted(hand: Hand) -> None:
-    hand.store.apply([])
+    apply(hand.store, [])
     first = hand.issue(1)
     assert [w.sample for w in first] == [(0, 0), (0, 1)]
     assert np.frombuffer(first[0].prompt, np.int32).tolist() == [0, 1]
     assert hand.exchange().work == ()
 
-    hand.store.apply([])
+    apply(hand.store, [])
     other = Hand(hand.store, "r1")
     assert other.exchange().work == ()
     again = Hand(hand.store, "r0", incarnation=2)
@@ -121,7 +121,7 @@ def test_an_earlier_owner_is_refused_and_told_to_forget(hand: Hand) -> None:
     store = hand.store
     for w in work:
         store.accounts.orphan(store.accounts.sample(w.sample))  # type: ignore[arg-type]
-    store.apply([Restart("r1", 1, V0, tuple(w.sample for w in work), "")])
+    apply(store, [Restart("r1", 1, V0, tuple(w.sample for w in work), "")])
     owner = Hand(store, "r1")
     mine = owner.take()
     assert [(w.attempt, w.owner_epoch > 0) for w in mine] == [(1, True)] * 2
@@ -159,7 +159,7 @@ def test_two_owners_interleaved(
             sample = store.accounts.sample(work[0].sample)
             assert sample is not None
             store.accounts.orphan(sample)
-            store.apply([Restart("r1", 1, V0, (sample.id,), "")])
+            apply(store, [Restart("r1", 1, V0, (sample.id,), "")])
             work += owners[1].take()
         if who >= len(work):
             continue
@@ -460,7 +460,7 @@ def test_an_evaluation_that_is_given_up_or_interrupted(tmp_path: Path) -> None:
     store = evaluating(tmp_path)
     hand = Hand(store)
     hand.issue(2, kind="eval")
-    store.apply([GiveUpEval(V0, "")])
+    apply(store, [GiveUpEval(V0, "")])
     assert reasons(store) == {"prompt_overlong": 1, "version_gone": 1}
     hand.issue(1, V1, kind="eval")
     store.close()
@@ -507,7 +507,7 @@ def test_old_news_is_not_told_to_the_next_manager(hand: Hand, tmp_path: Path, se
 def test_complete_accounts_for_what_is_left(hand: Hand) -> None:
     hand.make(1)
     hand.issue(1)
-    hand.store.apply([Complete("")])
+    apply(hand.store, [Complete("")])
     assert reasons(hand.store) == {"run_ended": 4}
     assert set(hand.exchange().cancel) == {((1, 0), 0), ((1, 1), 0)}
     dropped = [e for e in hand.store.events(0).events if isinstance(e, Dropped)]
@@ -593,7 +593,7 @@ def test_a_kill_after_any_transaction_loses_and_doubles_nothing(tmp_path: Path, 
             store = open_store(tmp_path, settings, Prompts(rows=9, epochs=1))
             hand = Hand(store, incarnation=store.term)
             orphans = tuple(sample for sample, _, _ in store.recovered().orphans)
-            store.apply([Restart("r0", store.term, V0, orphans, "")])
+            apply(store, [Restart("r0", store.term, V0, orphans, "")])
             held = hand.take()
             assert {w.sample for w in held} == set(orphans)
         elif step == "replace" and random.random() < 0.3:

@@ -13,7 +13,7 @@ from laminar.control.events import Adopted, Finished, MoveEnded, Orphaned
 from laminar.data.store import DataStore
 from laminar.types import BatchChunk, Finish, ScoreReport, Settings, Version
 from tests.control.plans import make_settings
-from tests.data.driving import V0, Hand, chunk, open_store, states, stored, tokens_of
+from tests.data.driving import V0, Hand, apply, chunk, open_store, states, stored, tokens_of
 
 V1 = Version(0, 1)
 
@@ -35,7 +35,7 @@ def test_moved_work_carries_the_stored_prefix(hand: Hand) -> None:
     store, other = hand.store, Hand(hand.store, "r1", incarnation=4)
     first, second = hand.issue(1)
     hand.exchange(chunks=(chunk(first, 2), chunk(second, 1)))
-    store.apply([Move("r0", 1, "r1", 4, V0, "")])
+    apply(store, [Move("r0", 1, "r1", 4, V0, "")])
     reply = hand.exchange()
     assert reply.release == ((first.sample, 0), (second.sample, 0)) and reply.work == ()
     assert other.exchange().work == ()
@@ -59,7 +59,7 @@ def test_moved_work_carries_the_stored_prefix(hand: Hand) -> None:
 def test_a_report_that_is_repeated_releases_once(hand: Hand) -> None:
     store, other = hand.store, Hand(hand.store, "r1")
     work = hand.issue(1)
-    store.apply([Move("r0", 1, "r1", 1, V0, "")])
+    apply(store, [Move("r0", 1, "r1", 1, V0, "")])
     report = {"chunks": tuple(chunk(w, 2) for w in work), "released": tuple((w.sample, 0) for w in work)}
     hand.exchange(**report)
     moved = other.take()
@@ -73,7 +73,7 @@ def test_a_report_that_is_repeated_releases_once(hand: Hand) -> None:
 def test_a_move_that_is_called_off_asks_for_nothing_more(hand: Hand) -> None:
     store = hand.store
     work = hand.issue(1)
-    store.apply([Move("r0", 1, "r1", 1, V0, ""), CancelMove("r0", "")])
+    apply(store, [Move("r0", 1, "r1", 1, V0, ""), CancelMove("r0", "")])
     assert hand.exchange().release == ()
     hand.exchange(released=((work[0].sample, 0),))
     late = store.accounts.sample(work[0].sample)
@@ -87,13 +87,13 @@ def test_a_death_during_a_move(hand: Hand, dead: str) -> None:
     destination, third = Hand(store, "r1"), Hand(store, "r2")
     first, second = hand.issue(1)
     hand.exchange(chunks=(chunk(first, 2), chunk(second, 3)))
-    store.apply([Move("r0", 1, "r1", 1, V0, "")])
+    apply(store, [Move("r0", 1, "r1", 1, V0, "")])
     hand.exchange(released=((first.sample, 0),))
     (moved,) = destination.take()
-    store.apply([Orphan("r0" if dead == "source" else "r1", 1, "killed")])
+    apply(store, [Orphan("r0" if dead == "source" else "r1", 1, "killed")])
     lost = second if dead == "source" else moved
     assert store.events(0).events[-1] == Orphaned((lost.sample,), V0, 1)
-    store.apply([Adopt("r2", 1, V0, (first.sample, second.sample), "")])
+    apply(store, [Adopt("r2", 1, V0, (first.sample, second.sample), "")])
     (adopted,) = third.take()
     assert adopted.sample == lost.sample and adopted.owner_epoch == lost.owner_epoch + 2
     assert adopted.response == stored(store, lost.sample).tobytes()
@@ -109,7 +109,7 @@ def test_a_resume_adopts_with_all_that_was_streamed(hand: Hand, tmp_path: Path, 
     again = open_store(tmp_path, settings)
     orphans = again.recovered().orphans
     assert orphans == ((first.sample, V0, 1), (second.sample, V0, 1))
-    again.apply([Adopt("r0", 2, V0, tuple(sample for sample, _, _ in orphans), "")])
+    apply(again, [Adopt("r0", 2, V0, tuple(sample for sample, _, _ in orphans), "")])
     heir = Hand(again, incarnation=2)
     work = heir.take()
     assert [(w.sample, w.attempt, len(w.response) // 4) for w in work] == [(first.sample, 0, 3), (second.sample, 0, 0)]

@@ -203,7 +203,10 @@ class DataStore:
         return self.accounts.inbox
 
     def obey(self, sent: Sequence[Numbered]) -> list[Command]:
-        """Carry out the commands that are new, and note so in the same transaction. Returns them."""
+        """Carry out the commands that are new, each asked again of the rules here, where the truth is. Returns them.
+
+        What has been carried out is noted in the same transaction.
+        """
         if not sent:
             return []
         with self._transaction():
@@ -212,12 +215,6 @@ class DataStore:
                 self._apply(command)
             schema.save_counters(self.db, self.accounts)
         return new
-
-    def apply(self, commands: Sequence[Command]) -> None:
-        """Carry out commands, each asked again of the rules here, where the truth is."""
-        with self._transaction():
-            for command in commands:
-                self._apply(command)
 
     def _apply(self, command: Command) -> None:
         match command:
