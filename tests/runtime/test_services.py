@@ -260,7 +260,8 @@ def test_what_comes_after_the_stop_is_still_taken_in(store: StoreService) -> Non
     """Fault 10: a trainer in mid-step and a replica in mid-report end in order when the run is stopped."""
 
     async def poll(incarnation: int, events: StoreEvents, acked: Inbox, wait_s: float) -> list[Numbered]:
-        return [Numbered(1, 1, Stop("datastore", "*", ""))]
+        await asyncio.sleep(0)
+        return [Numbered(1, acked.number + 1, Stop("datastore", "*", ""))]
 
     async def body() -> None:
         hand = Hand(store.store)
