@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -49,6 +51,27 @@ def test_replicas_join_and_leave_a_run_and_nothing_is_lost(command: Callable[...
     assert "replica-2 joins" in out and "replica-0 is drained and leaves" in out and "died" not in out
     account = check_account(run.folder, completed=False)
     assert account["samples"]["dropped"] == {}
+
+
+def test_sigterm_to_a_replica_is_a_drain_and_the_last_one_is_replaced(command: Callable[..., Command]) -> None:
+    """Fault 41: a machine that is taken away says so before: nothing dies, and nothing is begun anew."""
+    run = command("iterations=100000", "rollout.replicas=2")
+    run.wait_for_rows(1)
+    wait_until(lambda: replicas(run) == {"replica-0", "replica-1"}, "two replicas with weights")
+    os.kill(pid_of(run, "replica-0"), signal.SIGTERM)
+    wait_until(lambda: replicas(run) == {"replica-1"}, "the end of the first")
+    os.kill(pid_of(run, "replica-1"), signal.SIGTERM)
+    wait_until(lambda: replicas(run) == {"replica-2"}, "one in the place of the last")
+    run.wait_for_rows(run.num_rows + 2)
+    run.process.terminate()
+    code, out = run.wait(within_s=20)
+    assert code == 130, out
+    assert out.count("is drained and leaves") == 2 and "replica-2 joins" in out and "died" not in out
+    assert check_account(run.folder, completed=False)["samples"]["dropped"] == {}
+
+
+def pid_of(run: Command, replica: str) -> int:
+    return next(row["pid"] for row in reports.processes(run.folder)["processes"] if row["id"] == replica)
 
 
 @pytest.mark.parametrize(
