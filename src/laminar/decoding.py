@@ -74,6 +74,8 @@ class FluidDecoder:
         self._prefill_s = 0.0
         """Prefill that is still to be done before decoding goes on."""
         self._arrivals = 0
+        self._next_at: float | None = None
+        """When something happens next; None if that has to be worked out again."""
 
     def __contains__(self, sample: SampleId) -> bool:
         return sample in self._sequences
@@ -125,33 +127,35 @@ class FluidDecoder:
         """When something happens next: a sequence ends, or is preempted. None with nothing running."""
         if not self._num_running:
             return None
-        steps, _ = self._next_event()
-        return self.now + self._prefill_s + self._duration(steps)
+        if self._next_at is None:
+            self._next_at = self.now + self._prefill_s + self._duration(self._next_event()[0])
+        return self._next_at
 
     def advance(self, until: float) -> list[SampleId]:
         """Move the clock. Returns the sequences that have ended, in order; they are forgotten."""
         ended: list[SampleId] = []
-        while True:
+        while (at := self.next_event()) is not None:
             decoding_from = self.now + self._prefill_s
-            if not self._num_running or decoding_from > until:
-                if self._num_running:
-                    self._hold(max(0.0, until - self.now))
-                self._prefill_s = max(0.0, decoding_from - until)
+            if decoding_from > until:
+                self._hold(max(0.0, until - self.now))
+                self._prefill_s = decoding_from - until
                 break
-            steps, is_end = self._next_event()
-            at = decoding_from + self._duration(steps)
             self._hold(self._prefill_s)
+            self._prefill_s = 0.0
             if at > until:
                 self._decode(self._steps_within(until - decoding_from), until - decoding_from)
-                self._prefill_s = 0.0
                 break
+            steps, is_end = self._next_event()
+            at = max(at, decoding_from)
             self._decode(steps, at - decoding_from)
-            self.now, self._prefill_s = at, 0.0
+            self.now = at
             if is_end:
                 ended.append(self._end())
             else:
                 self._preempt()
             self._admit()
+        else:
+            self._prefill_s = max(0.0, self.now + self._prefill_s - until)
         self.now = max(self.now, until)
         return ended
 
@@ -194,6 +198,7 @@ class FluidDecoder:
             self._waiting.pop(0)
             first.running, first.began = True, self._steps
             self._num_running += 1
+            self._next_at = None
             self._kv += tokens
             self._prefill_s += self.profile.prefill_s(tokens)
             heappush(self._ends, (first.ends, first.arrival, first))
@@ -204,6 +209,7 @@ class FluidDecoder:
         held = sequence.length if since >= sequence.length - sequence.done else sequence.done + since
         sequence.running = False
         self._num_running -= 1
+        self._next_at = None
         self._kv = self._kv - sequence.prompt - held if self._num_running else 0.0
 
     def _drop_stale_ends(self) -> None:

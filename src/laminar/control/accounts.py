@@ -97,6 +97,9 @@ class EvalRound:
 LIVE = frozenset({"issued", "finished", "buffered"})
 """States of a group that is issued, not dropped, not in a standing cut."""
 
+_UNFINISHED = frozenset({"issued", "running", "orphan"})
+"""States of a sample that has not ended."""
+
 FIRST_EVAL = 2**40
 """Evaluation groups have ids of their own: sampling is keyed by the id, and evaluating must not change training."""
 
@@ -186,15 +189,19 @@ class Accounts:
         group = self.groups.get(sample.group)
         return group.samples[sample.index] if group else None
 
-    def owned(self, replica: str, incarnation: int, *states: str) -> Iterator[Sample]:
-        for group in self.groups.values():
-            for s in group.samples:
-                if s.owner == replica and s.incarnation == incarnation and s.state in states:
-                    yield s
+    def unfinished_of(self, replica: str, incarnation: int) -> list[Sample]:
+        """What this incarnation of a replica owns and has not ended."""
+        return [
+            s
+            for group in self.groups.values()
+            if group.state == "issued"
+            for s in group.samples
+            if s.owner == replica and s.incarnation == incarnation and s.state in ("issued", "running")
+        ]
 
     def unfinished(self) -> Iterator[Sample]:
         for group in self.groups.values():
-            yield from group.members("issued", "running", "orphan")
+            yield from group.members(*_UNFINISHED)
 
     # ------------------------------------------------------------ starts and terms
 
@@ -366,7 +373,7 @@ class Accounts:
         self.cancel_move(replica)
         for order in [o for o in self.moves.values() if o.destination == replica and o.incarnation == incarnation]:
             self.cancel_move(order.source)
-        for sample in list(self.owned(replica, incarnation, "issued", "running")):
+        for sample in self.unfinished_of(replica, incarnation):
             self.orphan(sample)
 
     def adopt(self, replica: str, incarnation: int, version: Version, samples: Iterable[SampleId]) -> list[Sample]:
@@ -389,7 +396,7 @@ class Accounts:
 
     def move(self, source: str, source_incarnation: int, destination: str, incarnation: int, version: Version) -> None:
         """Order the source to let go of all that is unfinished; what ends before that stays ended."""
-        pending = {s.id: None for s in self.owned(source, source_incarnation, "issued", "running")}
+        pending = {s.id: None for s in self.unfinished_of(source, source_incarnation)}
         self.moves[source] = MoveOrder(source, destination, incarnation, version, pending)
         self._end_move_if_done(self.moves[source])
 
@@ -657,15 +664,15 @@ class Accounts:
 
     def _settle(self, group: Group) -> None:
         """Move a group on after one of its members changed."""
-        lost = len(group.members("dropped"))
+        states = [s.state for s in group.samples]
         need = self.settings.min_group_size if group.kind == "train" else 1
-        if len(group.samples) - lost < need:
+        if len(states) - states.count("dropped") < need:
             if group.state not in ledger.TERMINAL:
                 self.drop_group(group, "group_incomplete")
             return
-        if group.state == "issued" and not group.members("issued", "running", "orphan"):
+        if group.state == "issued" and _UNFINISHED.isdisjoint(states):
             self._group_step(group, "finish")
-        if group.state == "finished" and not group.members("finished"):
+        if group.state == "finished" and "finished" not in states:
             if group.kind == "eval":
                 self._group_step(group, "evaluate")
                 for s in group.members("scored"):

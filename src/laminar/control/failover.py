@@ -147,7 +147,7 @@ def _is_coming(state: State, replica: Replica, version: Version) -> bool:
 
 def restart_orphans(state: State, replica: Replica, max_groups: int) -> Command | None:
     """Orphans that nobody can go on with begin anew, whole groups together, under a version not older than theirs."""
-    if replica.version is None or replica.version != state.newest(replica):
+    if not state.orphans or replica.version is None or replica.version != state.newest(replica):
         return None
     chosen: list[SampleId] = []
     groups: dict[int, None] = {}

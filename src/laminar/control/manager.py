@@ -223,10 +223,9 @@ class Manager:
         versions.update(o.version for o in state.orphans.values())
         versions.update(schedule.due_evaluations(state))
         keep = tuple(sorted(versions))
-        for _, relay in sorted(state.relays.items()):
-            if relay.keep != keep:
-                relay.keep = keep
-                yield Keep(relay.id, keep, "trajectories or evaluations live under them")
+        for relay in sorted((r for r in state.relays.values() if r.keep != keep), key=lambda r: r.id):
+            relay.keep = keep
+            yield Keep(relay.id, keep, "trajectories or evaluations live under them")
 
 
 def waiting_for(state: State) -> list[str]:

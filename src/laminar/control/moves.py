@@ -52,7 +52,7 @@ def begin_drain(state: State, replica_id: str) -> None:
 
 def drain(state: State) -> Iterator[Command]:
     """Move the work of draining replicas away if somebody holds its version; remove those that are empty."""
-    for replica in [r for _, r in sorted(state.replicas.items()) if r.draining]:
+    for replica in sorted((r for r in state.replicas.values() if r.draining), key=lambda r: r.id):
         process = state.processes["replica", replica.id]
         if process.state in ledger.ENDED:
             continue
