@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from laminar.config import DataConfig
 from laminar.data.prompts import (
@@ -299,6 +301,17 @@ def test_no_room_for_a_prompt() -> None:
 
 
 # ---------------------------------------------------------------- the tokenizer of a model folder
+
+
+def test_a_tokenizer_of_the_plain_class_is_loaded_without_torch(tmp_path: Path) -> None:
+    """It is the one that transformers chooses; each process that only needs text is spared the import."""
+    TOKENIZER.save_pretrained(tmp_path)
+    assert type(load_tokenizer(tmp_path)) is type(AutoTokenizer.from_pretrained(tmp_path))
+    program = (
+        "import pathlib, sys\nfrom laminar.data.prompts import load_tokenizer\n"
+        "load_tokenizer(pathlib.Path(sys.argv[1]))\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
 
 
 def test_load_tokenizer(tmp_path: Path) -> None:
