@@ -150,6 +150,15 @@ def test_each_mistake_has_its_one_message(good: Path, override: str, message: st
     assert re.search(message, only_problem(good, override)), only_problem(good, override)
 
 
+def test_an_lr_that_falls_needs_an_end(good: Path) -> None:
+    with pytest.raises(ConfigError) as problem:
+        load(good, ["iterations=none", "data.epochs=2", "train.lr_schedule=linear"])
+    assert str(problem.value).endswith(
+        "train.lr_schedule: an lr that falls has to know where the run ends\n"
+        '  got: linear\n  fix: set iterations, or "constant"'
+    )
+
+
 @pytest.mark.parametrize(
     ("override", "remedy"),
     [
@@ -281,6 +290,7 @@ GOOD_VALUES = {
     "train.dtype": ["bf16"],
     "train.lr": [0.0, 1e-4],
     "train.warmup_steps": [5],
+    "train.lr_schedule": ["constant", "linear", "cosine"],
     "train.weight_decay": [0.0],
     "train.max_grad_norm": [0.5],
     "train.clip_ratio_low": [0.1],

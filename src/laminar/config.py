@@ -185,8 +185,11 @@ class TrainConfig(_Section):
     num_mini_batches: int = Field(1, ge=1, description="Optimizer steps an iteration; divides groups_per_batch.")
     micro_batch_tokens: int = Field(8192, ge=1, description="Tokens in one forward and backward pass.")
     dtype: Dtype = Field("fp32", description="Autocast precision; master weights and optimizer state stay fp32.")
-    lr: float = Field(1e-6, ge=0, description="AdamW learning rate, constant after the warm-up.")
+    lr: float = Field(1e-6, ge=0, description="AdamW learning rate after the warm-up.")
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps over which lr rises linearly from 0.")
+    lr_schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="After the warm-up lr stays, or falls to 0 at the end of `iterations`."
+    )
     weight_decay: float = Field(0.01, ge=0, description="AdamW weight decay.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradient clipping by global norm.")
     clip_ratio_low: float = Field(0.2, ge=0, description="Lower clip of the ratio is 1 - this.")
@@ -483,6 +486,13 @@ def _broken_rules(config: Config) -> Iterator[ConfigError]:
     rollout, train, faults = config.rollout, config.train, config.faults
     if config.iterations is None and config.data.epochs is None:
         yield ConfigError("the run has no end", where="iterations", fix="set iterations or data.epochs")
+    if config.iterations is None and train.lr_schedule != "constant":
+        yield ConfigError(
+            "an lr that falls has to know where the run ends",
+            where="train.lr_schedule",
+            got=train.lr_schedule,
+            fix='set iterations, or "constant"',
+        )
     if train.groups_per_batch % train.num_mini_batches:
         yield ConfigError(
             "does not divide train.groups_per_batch",

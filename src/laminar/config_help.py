@@ -59,6 +59,8 @@ PEER_NAMES: dict[str, str] = {
     "ppo_max_token_len_per_gpu": "train.micro_batch_tokens",
     "learning_rate": "train.lr",
     "lr_warmup_steps": "train.warmup_steps",
+    "lr_scheduler_type": "train.lr_schedule",
+    "lr_decay_style": "train.lr_schedule",
     "num_warmup_steps": "train.warmup_steps",
     "grad_clip": "train.max_grad_norm",
     "epsilon": "train.clip_ratio_low",

@@ -255,10 +255,26 @@ def test_kl_to_a_reference(make_batch: MakeBatch, make_config: MakeConfig) -> No
 
 
 @pytest.mark.parametrize(
-    ("warmup_steps", "expected"), [(0, [2.0, 2.0, 2.0, 2.0]), (2, [0.0, 1.0, 2.0, 2.0]), (1, [0.0, 2.0, 2.0, 2.0])]
+    ("schedule", "warmup_steps", "expected"),
+    [
+        ("constant", 0, [2.0, 2.0, 2.0, 2.0, 2.0, 2.0]),
+        ("constant", 2, [0.0, 1.0, 2.0, 2.0, 2.0, 2.0]),
+        ("constant", 1, [0.0, 2.0, 2.0, 2.0, 2.0, 2.0]),
+        ("linear", 0, [2.0, 1.5, 1.0, 0.5, 0.0, 0.0]),
+        ("linear", 2, [0.0, 1.0, 2.0, 1.0, 0.0, 0.0]),
+        ("cosine", 2, [0.0, 1.0, 2.0, 1.0, 0.0, 0.0]),
+        ("cosine", 1, [0.0, 2.0, 1.5, 0.5, 0.0, 0.0]),
+    ],
 )
-def test_warm_up(warmup_steps: int, expected: list[float]) -> None:
-    assert [learning_rate(2.0, warmup_steps, i) for i in range(4)] == expected
+def test_the_rate_rises_and_falls(
+    make_config: MakeConfig, schedule: str, warmup_steps: int, expected: list[float]
+) -> None:
+    """Two iterations of two steps each; a step that was skipped and made up for at the end teaches nothing."""
+    config = make_config(
+        iterations=2, train__lr=2.0, train__num_mini_batches=2, train__lr_schedule=schedule,
+        train__warmup_steps=warmup_steps,
+    )  # fmt: skip
+    assert [learning_rate(config, i) for i in range(6)] == pytest.approx(expected)
 
 
 def test_bf16_trains_fp32_masters(make_batch: MakeBatch, make_config: MakeConfig) -> None:

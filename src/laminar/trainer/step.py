@@ -66,9 +66,16 @@ def make_optimizer(model: PreTrainedModel, config: Config) -> torch.optim.Optimi
     return torch.optim.AdamW(model.parameters(), train.lr, (0.9, 0.999), weight_decay=train.weight_decay, fused=True)
 
 
-def learning_rate(lr: float, warmup_steps: int, optimizer_steps: int) -> float:
-    """Rate of the step after `optimizer_steps` steps: linear from 0, constant after `warmup_steps`."""
-    return lr * min(1.0, optimizer_steps / warmup_steps) if warmup_steps else lr
+def learning_rate(config: Config, optimizer_steps: int) -> float:
+    """Rate of the step after `optimizer_steps` steps: linear from 0 over `warmup_steps`, then as `lr_schedule` says."""
+    train = config.train
+    if optimizer_steps < train.warmup_steps:
+        return train.lr * optimizer_steps / train.warmup_steps
+    if config.iterations is None or train.lr_schedule == "constant":
+        return train.lr
+    falling_steps = config.iterations * train.num_mini_batches - train.warmup_steps
+    left = max(0.0, 1.0 - (optimizer_steps - train.warmup_steps) / max(1, falling_steps))
+    return train.lr * (left if train.lr_schedule == "linear" else (1.0 - math.cos(math.pi * left)) / 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +132,7 @@ def train_batch(state: TrainState, batch: Batch, config: Config) -> Statistics:
     statistics["lr"] = None
     skipped_before = state.skipped_steps
     for micro_batches in work.mini_batches:
-        statistics["lr"] = learning_rate(config.train.lr, config.train.warmup_steps, state.optimizer_steps)
+        statistics["lr"] = learning_rate(config, state.optimizer_steps)
         loss, norm = _optimizer_step(state, work, micro_batches, config, totals)
         losses.append(loss)
         norms.append(norm)
@@ -221,7 +228,7 @@ def _optimizer_step(
     norm = float(clip_grad_norm_(state.model.parameters(), train.max_grad_norm))
     if math.isfinite(norm) and math.isfinite(loss):
         for group in state.optimizer.param_groups:
-            group["lr"] = learning_rate(train.lr, train.warmup_steps, state.optimizer_steps)
+            group["lr"] = learning_rate(config, state.optimizer_steps)
         state.optimizer.step()
         state.optimizer_steps += 1
     else:
