@@ -57,6 +57,9 @@ def test_an_example_is_evaluated_without_training(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "export").exists()
 
 
-def test_the_python_form_trains(tmp_path: Path) -> None:
-    """examples/python_api.py as it is: a list of prompts and a function of the script."""
-    assert "closed" in run(sys.executable, str(ROOT / "examples" / "python_api.py"), cwd=tmp_path)
+@pytest.mark.parametrize("script", ["python_api.py", "trl_script.py"])
+def test_a_script_trains(tmp_path: Path, script: str) -> None:
+    """As it is: the Python form, and one written for TRL."""
+    assert "closed" in run(sys.executable, str(ROOT / "examples" / script), cwd=tmp_path)
+    if script == "trl_script.py":
+        assert (tmp_path / "sort-grpo" / "model.safetensors").exists()
