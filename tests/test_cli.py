@@ -131,7 +131,9 @@ def test_eval_is_a_run_without_iterations(
 
     def train(config: Config, run_dir: Path, resume: bool, say: Callable[[str], None]) -> int:
         remember(config, run_dir, resume, say)
-        (run_dir / "eval.jsonl").write_text('{"version": 0, "num_samples": 8, "eval_reward_mean": 0.25}\n')
+        (run_dir / "eval.jsonl").write_text(
+            '{"version": 0, "num_samples": 8, "eval_reward_mean": 0.25, "eval_reward_best": 0.5}\n'
+        )
         return 0
 
     monkeypatch.setattr(launcher, "train", train)
@@ -142,7 +144,12 @@ def test_eval_is_a_run_without_iterations(
     assert (folder, resume) == (Path("run"), False)
     out = capsys.readouterr().out
     if as_json:
-        assert json.loads(out) == {"eval_reward_mean": 0.25, "num_samples": 8, "run": str(project / "run")}
+        assert json.loads(out) == {
+            "eval_reward_mean": 0.25,
+            "eval_reward_best": 0.5,
+            "num_samples": 8,
+            "run": str(project / "run"),
+        }
     else:
         assert "eval      0.250, mean reward of 8 samples" in out
 

@@ -172,12 +172,14 @@ def evaluate(
     (row,) = read_jsonl(run.evals)
     if as_json:
         print_json(
-            {"eval_reward_mean": row["eval_reward_mean"], "num_samples": row["num_samples"], "run": str(run.path)}
+            {key: row[key] for key in ("eval_reward_mean", "eval_reward_best", "num_samples")} | {"run": str(run.path)}
         )
         return
     reward = "none could be scored" if row["eval_reward_mean"] is None else f"{row['eval_reward_mean']:.3f}"
     print(f"run       {run.path}")
     print(f"eval      {reward}, mean reward of {row['num_samples']} samples")
+    if config.eval.samples_per_prompt > 1 and row["eval_reward_best"] is not None:
+        print(f"best      {row['eval_reward_best']:.3f}, mean of the best of {config.eval.samples_per_prompt} a prompt")
     print(f"next      laminar samples {run.path} --worst 5")
 
 

@@ -437,6 +437,17 @@ def evaluating(folder: Path) -> DataStore:
     return open_store(folder, make_settings(eval_groups=3, eval_every=1), None, Prompts(rows=3, overlong={1}))
 
 
+def test_the_best_of_several_responses_is_pass_at_k(tmp_path: Path) -> None:
+    """Two prompts of two responses: one is right in one of them, the other in none."""
+    settings = make_settings(eval_groups=2, eval_every=1, eval_group_size=2)
+    store = open_store(tmp_path, settings, None, Prompts(rows=2))
+    hand = Hand(store)
+    hand.finish(hand.issue(2, kind="eval"))
+    hand.score(lambda group, index: float((group, index) == (FIRST_EVAL, 1)))
+    (row,) = read_jsonl(tmp_path / "eval.jsonl")
+    assert (row["num_samples"], row["eval_reward_mean"], row["eval_reward_best"]) == (4, 0.25, 0.5)
+
+
 def test_an_evaluation_round(tmp_path: Path) -> None:
     """Evaluation stands outside staleness, quota and buffer, and ends in one row."""
     store = evaluating(tmp_path)

@@ -25,6 +25,9 @@ def rewards(tmp_path: Path) -> Path:
     path.write_text(
         "def raises(completions, answer):\n"
         "    raise ZeroDivisionError('my own mistake')\n"
+        "def hangs(completions, answer):\n"
+        "    import time\n"
+        "    time.sleep(600)\n"
         "def some_fail(completions, answer):\n"
         "    return [None if c[:1] < '3' else float('nan') if c[:1] < '6' else 1.0 * len(c) for c in completions]\n"
     )
@@ -36,6 +39,23 @@ def test_a_reward_that_always_raises_stops_the_run(run: Run, rewards: Path) -> N
     with pytest.raises(RunFailed) as failure:
         run(sort_config("iterations=5", f'reward.functions=["{rewards}:raises"]', "reward.max_failures=3"))
     assert "raises" in str(failure.value) and "my own mistake" in str(failure.value)
+
+
+def test_a_run_that_stalls_says_who_waits_and_what_all_were_doing(run: Run, rewards: Path) -> None:
+    """Fault 1: nothing is ever scored; the run ends, names the ids, and the stacks of all are in the logs."""
+    with pytest.raises(RunFailed) as failure:
+        run(
+            sort_config(
+                *("iterations=5", f'reward.functions=["{rewards}:hangs"]', "reward.timeout_s=600"),
+                *("faults.stall_timeout_s=6", "faults.adopt_timeout_s=1"),
+            ),
+            name="stalled",
+        )
+    message = str(failure.value)
+    assert "nothing has finished for" in message and "batch 0 needs 4 buffered groups" in message
+    logs = Path(message.partition("logs: ")[2].splitlines()[0])
+    for process in ("trainer", "replica-0", "relay-0", "datastore", "scorer", "manager"):
+        assert "most recent call first" in (logs / f"{process}.log").read_text(), process
 
 
 def test_failed_scores_are_dropped_not_trained(run: Run, rewards: Path) -> None:

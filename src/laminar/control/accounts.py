@@ -91,7 +91,8 @@ class EvalRound:
     version: Version
     issued: int = 0
     open_groups: int = 0
-    rewards: list[float] = field(default_factory=list)
+    rewards: list[list[float]] = field(default_factory=list)
+    """Of a prompt each: of its responses that have a score."""
 
 
 LIVE = frozenset({"issued", "finished", "buffered"})
@@ -695,7 +696,8 @@ class Accounts:
         round_ = self.eval_rounds.get(group.version)
         if round_ is None:
             return
-        round_.rewards += [s.reward for s in group.samples if s.reward is not None]
+        if rewards := [s.reward for s in group.samples if s.reward is not None]:
+            round_.rewards.append(rewards)
         round_.open_groups -= 1
         if round_.open_groups == 0 and round_.issued >= self.settings.eval_groups:
             self.events.append(EvalDone(group.version))

@@ -14,6 +14,7 @@ import json
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Protocol
@@ -515,11 +516,13 @@ class DataStore:
 
     def _eval_row(self, version: Version) -> dict[str, object]:
         round_ = self.accounts.eval_rounds.pop(version)
+        rewards = list(chain.from_iterable(round_.rewards))
         row: dict[str, object] = {
             "version": version.number,
             "time_s": self.clock(),
-            "num_samples": len(round_.rewards),
-            "eval_reward_mean": fmean(round_.rewards) if round_.rewards else None,
+            "num_samples": len(rewards),
+            "eval_reward_mean": fmean(rewards) if rewards else None,
+            "eval_reward_best": fmean(map(max, round_.rewards)) if rewards else None,
         }
         self.db.execute("INSERT INTO evals VALUES (?, ?, ?)", (*version, json.dumps(row)))
         return row

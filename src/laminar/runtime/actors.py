@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from laminar.weights.publisher import LocalVersions
 
 
+SHOW_STACKS = signal.SIGUSR1
+"""A process that gets it writes what each of its threads is doing into its log, whatever holds it up."""
+
+
 class Actor:
     """What all have: an identity, a log file that takes everything they print, a pid."""
 
@@ -48,6 +52,7 @@ class Actor:
         os.dup2(log, 2)
         os.close(log)
         faulthandler.enable()
+        faulthandler.register(SHOW_STACKS)
         logging.basicConfig(
             stream=sys.stderr, format="%(asctime)s %(name)s: %(message)s", level=logging.INFO, force=True
         )

@@ -178,6 +178,9 @@ class Driver:
             case EndRun():
                 self._end = command
                 self._supervisor.told_to_stop = self._poll is not None
+                if command.outcome == "failed":
+                    self._supervisor.show_stacks()
+                    self._say(f"what each process was doing is at the end of {self._supervisor.folder.logs}/*.log")
             case Replace() | Remove():
                 self._supervisor.obey(command)
             case other:

@@ -24,6 +24,7 @@ from laminar.control.events import DriverEvent, ProcessEnded, ProcessStarted, Re
 from laminar.errors import LaminarError, RunFailed, UserError
 from laminar.run_folder import NODE, RunFolder, is_running, write_json
 from laminar.runtime import handles
+from laminar.runtime.actors import SHOW_STACKS
 
 CALLED = ("manager", "datastore")
 """Roles that others call, one process each."""
@@ -165,6 +166,13 @@ class Supervisor:
     def kill(self, role: str, id_: str) -> None:
         for process in self._named(role, id_):
             _kill(process)
+
+    def show_stacks(self) -> None:
+        """Let every process write into its log what it is doing."""
+        for process in self.processes:
+            if process.pid and not process.ended:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, SHOW_STACKS)
 
     def _named(self, role: str, id_: str) -> list[Process]:
         return [p for p in self.processes if (p.role, p.id) == (role, id_)]
