@@ -28,8 +28,9 @@ def run(*command: str, cwd: Path, within_s: float = 300.0) -> str:
         ("sort", ["iterations=4"]),
         ("sort", ["iterations=3", "schedule=sync", "rollout.replicas=2"]),
         ("arithmetic", ["iterations=2", "train.groups_per_batch=2", "train.group_size=4", "data.eval=none"]),
+        ("reasoning_gym", ["iterations=1", "train.groups_per_batch=2", "train.group_size=2", "data.eval=none"]),
     ],
-    ids=["sort", "sort in sync with two replicas", "arithmetic"],
+    ids=["sort", "sort in sync with two replicas", "arithmetic", "reasoning_gym"],
 )
 def test_an_example_trains_and_its_model_loads(tmp_path: Path, example: str, short: list[str]) -> None:
     config = str(ROOT / "examples" / example / "config.toml")
