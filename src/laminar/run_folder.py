@@ -97,6 +97,25 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
+class NewRows:
+    """Rows of a JSONL file that grows, each once; what has been read is not read again."""
+
+    def __init__(self, path: Path, skip: int = 0) -> None:
+        self._path, self._skip, self._offset = path, skip, 0
+
+    def take(self) -> list[dict[str, Any]]:
+        """Those since the last call, the first `skip` of the file apart."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
+        self._offset += sum(map(len, lines))
+        new, self._skip = lines[self._skip :], max(0, self._skip - len(lines))
+        return [json.loads(line) for line in new]
+
+
 def is_running(pid: int) -> bool:
     """Whether there is such a process, and not only its remains."""
     try:

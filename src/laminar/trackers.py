@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from laminar.config import Config
-from laminar.run_folder import RunFolder, read_json, read_jsonl, write_json
+from laminar.run_folder import NewRows, RunFolder, read_json, write_json
 from laminar.view import Follower
 
 PROJECT = "laminar"
@@ -39,6 +39,8 @@ class Reporter:
     def __init__(self, folder: RunFolder, config: Config, say: Callable[[str], None]) -> None:
         self._folder, self._config, self._say = folder, config, say
         self._trackers: dict[str, Tracker] = {}
+        told = self._told = read_json(folder.reported, {"metrics": 0, "evals": 0, "step": 0})
+        self._metrics, self._evals = NewRows(folder.metrics, told["metrics"]), NewRows(folder.evals, told["evals"])
         self._follower = Follower(self._look)
 
     def __enter__(self) -> Self:
@@ -62,9 +64,7 @@ class Reporter:
                 self._trackers[name].close()
 
     def _look(self) -> None:
-        told = read_json(self._folder.reported, {"metrics": 0, "evals": 0, "step": 0})
-        metrics = list(read_jsonl(self._folder.metrics))[told["metrics"] :]
-        evals = list(read_jsonl(self._folder.evals))[told["evals"] :]
+        told, metrics, evals = self._told, self._metrics.take(), self._evals.take()
         if not metrics and not evals:
             return
         for step, values in points(metrics, evals, told["step"]):

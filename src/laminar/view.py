@@ -6,17 +6,20 @@ On a terminal one line is kept up to date; anywhere else each iteration is a pla
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from statistics import fmean
 from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from laminar.run_folder import RunFolder, read_json, read_jsonl
+from laminar.run_folder import NewRows, RunFolder, read_json
 
 LOOK_EVERY_S = 0.25
 SHOWN_CHARACTERS = 1_000
+CURVE_CELLS = 16
+_LEVELS = "▁▂▃▄▅▆▇█"
 
 
 class Follower:
@@ -49,9 +52,12 @@ class View:
         self.folder, self.iterations = folder, iterations
         self.console = console or Console(stderr=True, highlight=False)
         self._follower = Follower(self._look)
-        self._rows = sum(1 for _ in read_jsonl(folder.metrics))
-        self._evals = sum(1 for _ in read_jsonl(folder.evals))
-        self._first_row = self._rows
+        self._metrics, self._evals = NewRows(folder.metrics), NewRows(folder.evals)
+        self._evals.take()
+        self._rewards = [row["reward_mean"] for row in self._metrics.take()]
+        """Of all iterations, those of earlier starts included."""
+        self._has_rows = False
+        """Of this start."""
         self._pace: tuple[int, float] | None = None
         """Version and time of the first row of this start: start-up says nothing about the rest."""
         self._phase = ""
@@ -88,22 +94,22 @@ class View:
             self._first_prompt_shown = True
             prompt = self.folder.first_prompt.read_text(encoding="utf-8")
             self.say(f"first prompt: {_cut(prompt)!r}")
-        for row in list(read_jsonl(self.folder.evals))[self._evals :]:
-            self._evals += 1
+        for row in self._evals.take():
             self.say(f"evaluation of version {row['version']}: reward {_number(row['eval_reward_mean'])}")
-        rows = list(read_jsonl(self.folder.metrics))
-        for row in rows[self._rows :]:
-            self._rows += 1
+        rows = self._metrics.take()
+        self._has_rows = self._has_rows or bool(rows)
+        for row in rows:
+            self._rewards.append(row["reward_mean"])
+            left = self._left(row)
             if not self.console.is_terminal:
-                self.say(describe(row, self.iterations) + self._left(row))
-        if len(rows) > self._first_row:
+                self.say(describe(row, self.iterations) + left)
             self._progress.update(
                 self._task,
-                description=describe(rows[-1], self.iterations),
-                completed=rows[-1]["version"],
-                left=self._left(rows[-1]).strip(" ,"),
+                description=f"{describe(row, self.iterations)}  {curve(self._rewards)}",
+                completed=row["version"],
+                left=left.strip(" ,"),
             )
-        else:
+        if not self._has_rows:
             self._show_phase()
 
     def _show_phase(self) -> None:
@@ -135,6 +141,15 @@ def describe(row: dict[str, Any], iterations: int | None) -> str:
         f"{row['samples_per_s']:.0f} samples/s  {row['tokens_per_s']:.0f} tok/s  "
         f"staleness {_number(row['staleness_use_mean'], 1)} (max {_number(row['staleness_use_max'], 0)})"
     )
+
+
+def curve(rewards: Sequence[float | None], cells: int = CURVE_CELLS) -> str:
+    """Mean rewards of equal parts of the run so far, from the lowest to the highest of them."""
+    values = [reward for reward in rewards if reward is not None]
+    count = min(cells, len(values))
+    means = [fmean(values[len(values) * i // count : len(values) * (i + 1) // count]) for i in range(count)]
+    lowest, span = min(means, default=0.0), max(means, default=0.0) - min(means, default=0.0)
+    return "".join(_LEVELS[round((mean - lowest) / (span or 1.0) * (len(_LEVELS) - 1))] for mean in means)
 
 
 def _cut(text: str) -> str:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from laminar import reports
-from laminar.errors import RunFailed
+from laminar.errors import RunFailed, StorageError
 from laminar.run_folder import read_jsonl
+from laminar.runtime import launch
 from tests.runtime.conftest import Command, Run, check_account, sort_config, wait_until
 
 pytestmark = pytest.mark.timeout(900)
@@ -67,6 +68,17 @@ def test_failed_scores_are_dropped_not_trained(run: Run, rewards: Path) -> None:
     rows = reports.samples(outcome.folder)["samples"]
     trained = [r for r in rows if r["state"] == "trained"]
     assert len(trained) == account["trained"] and all(r["reward"] is not None for r in trained)
+
+
+def test_sockets_go_where_their_paths_are_short_enough(tmp_path: Path) -> None:
+    """A long TMPDIR, as clusters have it, is no reason not to run."""
+    long = tmp_path / ("x" * launch.LONGEST_PLACE)
+    long.mkdir()
+    found = launch.session_folder([str(long), "/nowhere", "/tmp"])
+    found.rmdir()
+    assert found.parent == Path("/tmp")
+    with pytest.raises(StorageError, match="no place for Ray's sockets"):
+        launch.session_folder([str(long)])
 
 
 SLOW = pytest.mark.slow

@@ -27,6 +27,8 @@ from laminar.runtime import guard
 INTERRUPTED = 130
 OBJECT_STORE_BYTES = 256 * 2**20
 """Batches pass through it; weights do not."""
+LONGEST_PLACE = 22
+"""Bytes of the folder in which Ray makes a session folder, and in that sockets, with names of its own."""
 
 
 def train(config: Config, run_dir: Path, resume: bool, say: Callable[[str], None] = print) -> int:
@@ -175,13 +177,30 @@ def _signals() -> Iterator[tuple[threading.Event, Callable[[], None]]]:
             signal.signal(number, handler)
 
 
+def session_folder(places: Sequence[str]) -> Path:
+    """A new folder for Ray's sockets in the first of these that will do: their whole paths may have 107 bytes.
+
+    Raises StorageError if there is none.
+    """
+    for place in places:
+        if len(os.fsencode(place)) <= LONGEST_PLACE and os.access(place, os.W_OK):
+            return Path(tempfile.mkdtemp(prefix="laminar-ray-", dir=place))
+    raise StorageError(
+        "there is no place for Ray's sockets",
+        where="TMPDIR",
+        expected=f"a folder that can be written to, with a path of at most {LONGEST_PLACE} bytes",
+        got=", ".join(places),
+        fix="make one, and set TMPDIR to it",
+    )
+
+
 @contextmanager
 def local_ray(tag: str, folders: Sequence[Path]) -> Iterator[None]:
     """A Ray of our own while the block lasts, and nothing of it afterwards, `folders` included.
 
     It listens on loopback only, asks for a token that only our processes know, sends nothing home, has no dashboard.
     """
-    session = Path(tempfile.mkdtemp(prefix="laminar-ray-"))
+    session = session_folder([tempfile.gettempdir(), "/tmp", "/dev/shm"])
     leftovers = [*folders, session]
     environment = {
         guard.MARK: tag,
