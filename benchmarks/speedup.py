@@ -1,6 +1,7 @@
 """What does it bring to wait for nobody? One config under three schedules, and with repack off, in real processes.
 
-Prints trained tokens a second, how many times that of each schedule `laminar` has, and what the simulator says of it. Exits with 1 if `laminar` has less than twice the rate of `sync` or 1.5 times that of `one_step`, or if what repack
+Prints trained tokens a second, how many times that of each schedule `laminar` has, and what the simulator says of it.
+Exits with 1 if `laminar` has less than twice the rate of `sync` or 1.5 times that of `one_step`, or if what repack
 brings differs from the simulator's word by more than 5 points.
 """
 
