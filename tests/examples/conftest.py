@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +21,7 @@ def load_example() -> Callable[[str], ModuleType]:
         name = "examples_" + path.removesuffix(".py").replace("/", "_")
         spec = importlib.util.spec_from_file_location(name, EXAMPLES / path)
         assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where dataclasses look for it
         spec.loader.exec_module(module)
         return module
 
