@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +29,16 @@ def test_a_missing_model_folder_names_the_script_that_makes_it(project: Path) ->
     (project / "prepare.py").touch()
     message = only_problem(project, f"model.path={project}/build/other")
     assert f"fix: run `python {project}/prepare.py`" in message
+
+
+def test_shared_memory_that_is_too_small(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One message before the start, with what would help."""
+    assert problems(project) == []
+    write_safetensors(model_folder(project) / "model.safetensors", {"model.norm.weight": [1000]})
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    message = only_problem(project, "rollout.replicas=3")
+    assert message.startswith("/dev/shm: shared memory is too small for the weights\n  expected: ")
+    assert "for 9 versions of the model in fp32\n  got: 0.00 GB free\n  fix: fewer rollout.replicas" in message
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,6 @@ def evaluation() -> Rows:
     return [{"prompt": entry["question"], "entry": entry} for entry in EVAL if entry["question"] not in known]
 
 
-def score(completions: list[Rows], entry: Rows) -> list[float]:
+def score(completions: list[str], entry: Rows) -> list[float]:
     """1 for the right answer alone, a part of it if it stands among other words."""
-    return [
-        TRAIN.score_answer(one[-1]["content"].strip(), right) for one, right in zip(completions, entry, strict=True)
-    ]
+    return [TRAIN.score_answer(answer.strip(), right) for answer, right in zip(completions, entry, strict=True)]

@@ -11,6 +11,7 @@ from typing import Any
 
 from laminar.errors import StorageError
 
+SHARED_MEMORY = Path("/dev/shm")
 NODE = "local"
 """Name of the only machine."""
 
@@ -65,7 +66,7 @@ class RunFolder:
 
     def slots(self, node: str) -> Path:
         """Where the relay of `node` keeps weights: shared memory, which all nodes on one machine share."""
-        return Path("/dev/shm") / f"laminar-{self.tag}-{node}"
+        return SHARED_MEMORY / f"laminar-{self.tag}-{node}"
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -12,8 +12,6 @@ def test_rows_and_scores_go_together(load_example: Callable[[str], ModuleType]) 
     assert len(train) == 4_000 and 0 < len(evaluation) <= 64
     assert not {row["prompt"] for row in train} & {row["prompt"] for row in evaluation}
     entries = [row["entry"] for row in train[:3]]
-    right = [[{"role": "assistant", "content": f" {entry['answer']}\n"}] for entry in entries]
-    assert tasks.score(right, entries) == [1.0, 1.0, 1.0]
-    wordy = [[{"role": "assistant", "content": f"It is {entries[0]['answer']}"}]]
-    assert 0 < tasks.score(wordy, entries[:1])[0] < 1
-    assert tasks.score([[{"role": "assistant", "content": "no"}]], entries[:1]) == [0.0]
+    assert tasks.score([f" {entry['answer']}\n" for entry in entries], entries) == [1.0, 1.0, 1.0]
+    assert 0 < tasks.score([f"It is {entries[0]['answer']}"], entries[:1])[0] < 1
+    assert tasks.score(["no"], entries[:1]) == [0.0]

@@ -21,7 +21,7 @@ from laminar import config as configs
 from laminar.config import Config
 from laminar.data.rows import load_rows
 from laminar.errors import ConfigError, RunFailed, StorageError
-from laminar.run_folder import NODE, RunFolder, read_json, read_jsonl, write_atomic, write_json
+from laminar.run_folder import NODE, SHARED_MEMORY, RunFolder, read_json, read_jsonl, write_atomic, write_json
 from laminar.runtime import guard
 
 INTERRUPTED = 130
@@ -134,7 +134,7 @@ def _end_predecessor(folder: RunFolder) -> None:
                 f"this run is going on in process {process['pid']}", where=str(folder.path), fix="stop it first"
             )
     guard.kill_marked(folder.tag)
-    for left in Path("/dev/shm").glob(f"laminar-{folder.tag}-*"):
+    for left in SHARED_MEMORY.glob(f"laminar-{folder.tag}-*"):
         shutil.rmtree(left, ignore_errors=True)
 
 
