@@ -26,7 +26,7 @@ def run(*command: str, cwd: Path, within_s: float = 300.0) -> str:
     ("example", "short"),
     [
         ("sort", ["iterations=4"]),
-        ("sort", ["iterations=3", "schedule=sync", "rollout.replicas=2"]),
+        pytest.param("sort", ["iterations=3", "schedule=sync", "rollout.replicas=2"], marks=pytest.mark.slow),
         ("arithmetic", ["iterations=2", "train.groups_per_batch=2", "train.group_size=4", "data.eval=none"]),
         ("reasoning_gym", ["iterations=1", "train.groups_per_batch=2", "train.group_size=2", "data.eval=none"]),
     ],
