@@ -53,6 +53,7 @@ def test_replicas_join_and_leave_a_run_and_nothing_is_lost(command: Callable[...
     assert account["samples"]["dropped"] == {}
 
 
+@pytest.mark.slow
 def test_sigterm_to_a_replica_is_a_drain_and_the_last_one_is_replaced(command: Callable[..., Command]) -> None:
     """Fault 41: a machine that is taken away says so before: nothing dies, and nothing is begun anew."""
     run = command("iterations=100000", "rollout.replicas=2")

@@ -108,7 +108,8 @@ def wake_a_zombie(run: Command) -> None:
     wait_until(lambda: replicas(run).get(name, pid) != pid, f"the successor of {name}")
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [2, 10])
 def test_samples_are_those_of_an_undisturbed_run(command: Callable[..., Command], kills: int) -> None:
     """Invariant 9 and fault 5: repack, SIGKILL, a drain, and a replica that is continued after others took over."""
     run, dice = command("iterations=100000", *LONG, "faults.dead_after_s=8"), random.Random(kills)

