@@ -25,9 +25,9 @@ from laminar.runtime import guard, launch
 SORT = Path(__file__).parents[2] / "examples" / "sort" / "config.toml"
 SMALL = (
     *("train.groups_per_batch=4", "train.group_size=4", "data.eval=none", "eval.temperature=0.0"),
-    "faults.dead_after_s=20",
+    *("faults.dead_after_s=20", "train.lr_schedule=constant"),
 )
-"""A batch of 16 samples and no evaluation; patience, since the machine may be busy with other things."""
+"""A batch of 16 samples and no evaluation; patience, since the machine may be busy; an lr that no later end changes."""
 
 
 def sort_config(*overrides: str) -> Config:

@@ -55,7 +55,6 @@ def test_data_that_ends_ends_the_run(run: Run, tmp_path: Path, last_batch: str, 
             f"data.train={data}",
             "data.epochs=1",
             "iterations=none",
-            "train.lr_schedule=constant",
             f"data.last_batch={last_batch}",
         )
     )
