@@ -51,12 +51,7 @@ def test_data_that_ends_ends_the_run(run: Run, tmp_path: Path, last_batch: str, 
     rows = [{"prompt": f"{n:08d}=", "answer": "".join(sorted(f"{n:08d}"))} for n in range(10)]
     data = write_rows(tmp_path / "ten.jsonl", rows)
     outcome = run(
-        sort_config(
-            f"data.train={data}",
-            "data.epochs=1",
-            "iterations=none",
-            f"data.last_batch={last_batch}",
-        )
+        sort_config(f"data.train={data}", "data.epochs=1", "iterations=none", f"data.last_batch={last_batch}")
     )
     assert outcome.code == 0
     assert [row["num_samples"] for row in outcome.metrics] == sizes
