@@ -37,8 +37,8 @@ def test_shared_memory_that_is_too_small(project: Path, monkeypatch: pytest.Monk
     write_safetensors(model_folder(project) / "model.safetensors", {"model.norm.weight": [1000]})
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     message = only_problem(project, "rollout.replicas=3")
-    assert message.startswith("/dev/shm: shared memory is too small for the weights\n  expected: ")
-    assert "for 9 versions of the model in fp32\n  got: 0.00 GB free\n  fix: fewer rollout.replicas" in message
+    assert message.startswith("/dev/shm: there is no room for the weight slots in shared memory\n  expected: ")
+    assert "(9 slots of 0.000 GB)\n  got: 0.000 GB free\n  fix: lower rollout.replicas or relay.spare" in message
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,7 @@ found before any of them is loaded.
 from __future__ import annotations
 
 import json
-import math
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,11 +17,11 @@ from laminar.data.prompts import context_tokens
 from laminar.errors import ModelError, StorageError, UserError
 from laminar.rollout.families import supports
 from laminar.run_folder import SHARED_MEMORY
+from laminar.weights.manifest import Layout
+from laminar.weights.store import check_room
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-
-BYTES_PER_WEIGHT = {"fp32": 4, "bf16": 2}
 
 Shape = list[int]
 
@@ -67,19 +65,10 @@ def model_problems(config: Config) -> Iterator[UserError]:
 
 
 def _memory_problems(config: Config, shapes: Mapping[str, Shape]) -> Iterator[UserError]:
-    """Weight slots are allocated whole at the start: a machine that lacks the room says so before."""
-    number = config.num_slots
-    needed = number * sum(map(math.prod, shapes.values())) * BYTES_PER_WEIGHT[config.rollout.dtype]
-    free = shutil.disk_usage(SHARED_MEMORY).free
-    if needed > free:
-        yield StorageError(
-            "shared memory is too small for the weights",
-            where=str(SHARED_MEMORY),
-            expected=f"{needed / 1e9:.2f} GB, for {number} versions of the model in {config.rollout.dtype}",
-            got=f"{free / 1e9:.2f} GB free",
-            fix='fewer rollout.replicas or relay.spare_slots, rollout.dtype = "bf16", or more of it '
-            "(mount -o remount,size=..., docker run --shm-size)",
-        )
+    try:
+        check_room(SHARED_MEMORY, Layout(config.rollout.dtype, shapes.items()), config.num_slots)
+    except StorageError as error:
+        yield error
 
 
 def has_chat_template(folder: Path) -> bool:

@@ -147,7 +147,7 @@ class SlotStore:
             fcntl.flock(guard, fcntl.LOCK_EX)
             existing = cls.open(folder, writable=True)
             if existing is None:
-                _check_room(folder, layout, num_slots)
+                check_room(folder, layout, num_slots)
                 store = cls(folder, layout, num_slots, writable=True)
                 for slot in store.slots:
                     slot.create()
@@ -377,7 +377,8 @@ def _differs(version: Version, names: Sequence[str]) -> str:
     return f"version {version} is not what was published: {len(names)} tensors differ, the first is {names[0]!r}"
 
 
-def _check_room(folder: Path, layout: Layout, num_slots: int) -> None:
+def check_room(folder: Path, layout: Layout, num_slots: int) -> None:
+    """Raises StorageError if shared memory has no room for so many slots, which are allocated whole."""
     needed = num_slots * layout.size
     free = _free_bytes(folder)
     if free < needed:
