@@ -15,6 +15,7 @@ from typing import Any
 
 from laminar.api import Dataset, RewardFunction, Trainer
 from laminar.config import InvalidConfig
+from laminar.config_source import set_key
 from laminar.errors import ConfigError, UserError
 
 Nested = dict[str, Any]
@@ -142,10 +143,8 @@ class GRPOConfig:
         if problems := list(_problems(values)):
             raise InvalidConfig(problems)
         self.output_dir, self.laminar = Path(output_dir), laminar or {}
-        self.values: dict[str, Any] = {name: default for name, (_, default, _) in NAMES.items()} | {
-            **COMBINED,
-            **values,
-        }
+        defaults = {name: default for name, (_, default, _) in NAMES.items()}
+        self.values: dict[str, Any] = {**defaults, **COMBINED, **values}
 
     def __getattr__(self, name: str) -> Any:
         if name != "values" and name in self.values:
@@ -158,33 +157,37 @@ class GRPOConfig:
         Args:
             num_rows: rows of the training set; None if it does not know its length.
         """
-        keys: Nested = {}
-        for name, (key, _, translate) in NAMES.items():
-            _set(keys, key, translate(self.values[name]))
+        values = {key: translate(self.values[name]) for name, (key, _, translate) in NAMES.items()}
         samples, steps = self._batch()
         groups = samples // self.num_generations
         mini_batches = steps // self.gradient_accumulation_steps
-        _set(keys, "train.groups_per_batch", groups)
-        _set(keys, "train.num_mini_batches", mini_batches)
-        _set(keys, "train.clip_ratio_high", self.epsilon if self.epsilon_high is None else self.epsilon_high)
-        _set(keys, "data.overlong_prompt", "truncate")
+        values |= {
+            "train.groups_per_batch": groups,
+            "train.num_mini_batches": mini_batches,
+            "train.clip_ratio_high": self.epsilon if self.epsilon_high is None else self.epsilon_high,
+            "data.overlong_prompt": "truncate",
+        }
         if self.max_steps > 0:
-            _set(keys, "iterations", -(-self.max_steps // mini_batches))
+            values["iterations"] = -(-self.max_steps // mini_batches)
         elif num_rows is not None:
-            _set(keys, "iterations", max(1, int(self.num_train_epochs * num_rows) // groups))
+            values["iterations"] = max(1, int(self.num_train_epochs * num_rows) // groups)
         else:
             raise ConfigError(
                 "the training set does not know its length", where="max_steps", fix="say after how many steps to end"
             )
-        if self.eval_strategy != "no":
-            every = (
-                (num_rows or 0) // groups if self.eval_strategy == "epoch" else (self.eval_steps or 500) // mini_batches
-            )
-            _set(keys, "eval.every", max(1, every))
-            _set(keys, "eval.temperature", self.temperature)
-            _set(keys, "eval.samples_per_prompt", self.num_generations_eval or self.num_generations)
+        if self.eval_strategy == "no":
+            del values["eval.before_train"]
         else:
-            del keys["eval"]
+            by_epoch = self.eval_strategy == "epoch"
+            every = (num_rows or 0) // groups if by_epoch else (self.eval_steps or 500) // mini_batches
+            values |= {
+                "eval.every": max(1, every),
+                "eval.temperature": self.temperature,
+                "eval.samples_per_prompt": self.num_generations_eval or self.num_generations,
+            }
+        keys: Nested = {}
+        for key, value in values.items():
+            set_key(keys, key, value, key)
         return _merged(keys, self.laminar)
 
     def _batch(self) -> tuple[int, int]:
@@ -251,15 +254,14 @@ class GRPOTrainer:
             raise ConfigError("missing", where="train_dataset", expected="rows with a `prompt` column")
         self.args = args or GRPOConfig()
         evaluates = eval_dataset is not None and self.args.eval_strategy != "no"
-        keys = self.args.keys(
-            len(train_dataset) if isinstance(train_dataset, Sized) and not isinstance(train_dataset, str) else None
-        )
+        named = isinstance(train_dataset, str)
+        num_rows = len(train_dataset) if isinstance(train_dataset, Sized) and not named else None
         self._trainer = Trainer(
             model,
             reward_funcs,
             train_dataset,
             eval_dataset if evaluates else None,
-            config=keys,
+            config=self.args.keys(num_rows),
             run_dir=self.args.output_dir / time.strftime("run-%Y%m%d-%H%M%S"),
         )
 
@@ -305,11 +307,6 @@ def _problems(values: Mapping[str, Any]) -> Iterator[UserError]:
                 NAMES[name][2](value)
             except ConfigError as problem:
                 yield ConfigError(problem.what, where=name, expected=problem.expected, got=problem.got)
-
-
-def _set(keys: Nested, key: str, value: Any) -> None:
-    section, _, name = key.rpartition(".")
-    (keys.setdefault(section, {}) if section else keys)[name] = value
 
 
 def _merged(keys: Nested, more: Mapping[str, Any]) -> Nested:
