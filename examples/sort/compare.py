@@ -10,7 +10,6 @@ with a long tail, which is where schedules differ; any config will do:
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,6 +18,8 @@ from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from laminar.run_folder import read_jsonl
 
 HERE = Path(__file__).parent
 LONG_TAIL = HERE / "long_tail.toml"
@@ -63,8 +64,7 @@ def main() -> None:
         laminar = Path(sys.executable).with_name("laminar")
         command = [laminar, "train", arguments.config, f"schedule={schedule}", *arguments.overrides, "--run-dir", run]
         subprocess.run(command, check=True)
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        curves.append(curve_of(schedule, rows))
+        curves.append(curve_of(schedule, list(read_jsonl(run / "metrics.jsonl"))))
     print("\n".join(table(curves)))
     draw(curves, arguments.out / "compare.svg")
     print(f"picture   {arguments.out / 'compare.svg'}")

@@ -100,13 +100,14 @@ class View:
         self._has_rows = self._has_rows or bool(rows)
         for row in rows:
             self._rewards.append(row["reward_mean"])
-            left = self._left(row)
+            text, left = describe(row, self.iterations), self._left(row)
             if not self.console.is_terminal:
-                self.say(describe(row, self.iterations) + left)
+                self.say(text + left)
+        if rows:
             self._progress.update(
                 self._task,
-                description=f"{describe(row, self.iterations)}  {curve(self._rewards)}",
-                completed=row["version"],
+                description=f"{text}  {curve(self._rewards)}",
+                completed=rows[-1]["version"],
                 left=left.strip(" ,"),
             )
         if not self._has_rows:
