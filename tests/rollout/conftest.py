@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -193,3 +194,29 @@ def reference_logprobs(
     with torch.no_grad():
         logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
     return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(response)[:, None])[:, 0].numpy()
+
+
+def check_exact(
+    bench: Bench, requests: list[Request], dice: random.Random, *, kv_tokens: int, dtype: str = "fp32"
+) -> None:
+    """The same bits together, alone, preempted because there is room for `kv_tokens` only, and resumed."""
+    full = generate(bench.engine(dtype=dtype), requests)
+    alone = bench.engine(dtype=dtype)
+    for one in dice.sample(requests, 2):
+        assert generate(alone, [one])[one.sample] == full[one.sample]
+    assert generate(bench.engine(dtype=dtype, kv_tokens=kv_tokens), requests) == full
+    check_resumed(bench, requests, full, dice, dtype)
+
+
+def check_resumed(
+    bench: Bench, requests: list[Request], full: dict[SampleId, Response], dice: random.Random, dtype: str
+) -> None:
+    """Go on from random prefixes, in another order and in smaller batches."""
+    cuts = {one.sample: dice.randrange(len(full[one.sample].tokens)) for one in requests}
+    resumed = [
+        replace(one, response=np.array(full[one.sample].tokens[: cuts[one.sample]], dtype=np.int32)) for one in requests
+    ]
+    dice.shuffle(resumed)
+    responses = generate(bench.engine(dtype=dtype, max_num_seqs=3), resumed)
+    expected = {sample: response.after(cuts[sample]) for sample, response in full.items()}
+    assert responses == expected

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from laminar.rollout.engine import Request
-from laminar.types import SampleId
-from tests.rollout.conftest import FALLBACK, FAST, Bench, Response, generate, random_prompt, request
+from tests.rollout.conftest import (
+    FALLBACK,
+    FAST,
+    Bench,
+    Response,
+    check_exact,
+    check_resumed,
+    generate,
+    random_prompt,
+    request,
+)
 
 DTYPES = ["fp32", "bf16"]
 
@@ -31,29 +38,7 @@ def _requests(max_new_tokens: int = 50) -> list[Request]:
 def test_a_sample_is_the_same_however_it_is_scheduled(
     make_bench: Callable[[str], Bench], name: str, dtype: str
 ) -> None:
-    bench, requests, dice = make_bench(name), _requests(), random.Random(name)
-    full = generate(bench.engine(dtype=dtype), requests)
-
-    alone = bench.engine(dtype=dtype)
-    for one in dice.sample(requests, 2):
-        assert generate(alone, [one])[one.sample] == full[one.sample]
-
-    assert generate(bench.engine(dtype=dtype, kv_tokens=200), requests) == full  # preempted
-    _check_resumed(bench, requests, full, dice, dtype)
-
-
-def _check_resumed(
-    bench: Bench, requests: list[Request], full: dict[SampleId, Response], dice: random.Random, dtype: str
-) -> None:
-    """Go on from random prefixes, in another order and in smaller batches."""
-    cuts = {one.sample: dice.randrange(len(full[one.sample].tokens)) for one in requests}
-    resumed = [
-        replace(one, response=np.array(full[one.sample].tokens[: cuts[one.sample]], dtype=np.int32)) for one in requests
-    ]
-    dice.shuffle(resumed)
-    responses = generate(bench.engine(dtype=dtype, max_num_seqs=3), resumed)
-    expected = {sample: response.after(cuts[sample]) for sample, response in full.items()}
-    assert responses == expected
+    check_exact(make_bench(name), _requests(), random.Random(name), kv_tokens=200, dtype=dtype)
 
 
 @pytest.mark.parametrize("name", FALLBACK)
@@ -61,7 +46,7 @@ def test_the_fallback_is_exact_too(make_bench: Callable[[str], Bench], name: str
     bench, requests = make_bench(name), _requests(max_new_tokens=12)[:6]
     full = generate(bench.engine(), requests)
     assert generate(bench.engine(max_num_seqs=1), requests[3:4])[requests[3].sample] == full[requests[3].sample]
-    _check_resumed(bench, requests, full, random.Random(0), "fp32")
+    check_resumed(bench, requests, full, random.Random(0), "fp32")
 
 
 def test_samples_depend_on_every_part_of_their_key(make_bench: Callable[[str], Bench]) -> None:
