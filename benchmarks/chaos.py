@@ -12,8 +12,6 @@ import argparse
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -22,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
+from benchmarks.command import Command
 from laminar import config as configs
 from laminar import reports
 from laminar.control.events import DrainRequested, ScaleRequested
@@ -33,10 +32,8 @@ from laminar.runtime import guard
 ROOT = Path(__file__).parents[1]
 CONFIGS = {
     "emulated": (
-        ROOT / "configs" / "emulated" / "r08.toml",
-        *("gpus=none", "rollout.replicas=3", "simulation.profile=toy", "simulation.time_scale=5"),
-        *("train.groups_per_batch=8", "train.group_size=4", "train.num_mini_batches=2", "train.checkpoint_every=3"),
-        *("rollout.stream_interval_s=0.2", "faults.dead_after_s=4"),
+        ROOT / "configs" / "emulated" / "toy.toml",
+        *("rollout.replicas=3", "simulation.time_scale=5", "train.checkpoint_every=3", "faults.dead_after_s=4"),
     ),
     "sort": (
         ROOT / "examples" / "sort" / "config.toml",
@@ -67,7 +64,7 @@ def main() -> int:
     path, *overrides = CONFIGS.get(arguments.config, (Path(arguments.config),))
     # short, since sockets are made in it; the run's own temporary files too, so that leftovers are seen
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
-    chaos = Chaos(Random(arguments.seed), RunFolder(folder / "run"), folder / "t")
+    chaos = Chaos(RunFolder(folder / "run"), Random(arguments.seed), folder / "t")
     chaos.temporary.mkdir()
     try:
         problems = chaos.run(path, [*map(str, overrides), *FOR_ALL, *arguments.overrides], 60 * arguments.minutes)
@@ -84,20 +81,19 @@ def main() -> int:
 
 
 @dataclass
-class Chaos:
+class Chaos(Command):
     """One run and what happens to it."""
 
     dice: Random
-    folder: RunFolder
     temporary: Path
     counts: Counter[str] = field(default_factory=Counter)
-    process: subprocess.Popen[bytes] | None = None
     stopped: dict[int, float] = field(default_factory=dict)
     """Processes to be continued, and when."""
 
     def run(self, config: Path, overrides: list[str], seconds: float) -> list[str]:
         """Everything. Returns what did not hold."""
-        self.start(str(config), *overrides, "iterations=1000000", "--run-dir", str(self.folder.path))
+        environment = {"TMPDIR": str(self.temporary)}
+        self.start(config, *overrides, "iterations=1000000", "--run-dir", self.folder.path, **environment)
         self.wait(lambda: self.num_rows > 0 or not self.goes_on, ENDS_WITHIN_S)
         began = time.monotonic()
         while time.monotonic() < began + seconds and self.goes_on:
@@ -107,7 +103,7 @@ class Chaos:
             return ["the run ended under faults", *self.last_lines()]
         problems = list(self.interrupt())
         more = f"iterations={self.num_rows + MORE_ITERATIONS}"
-        self.start("--resume", str(self.folder.path), more)
+        self.start("--resume", self.folder.path, more, **environment)
         started = time.monotonic()
         while self.goes_on and time.monotonic() < started + seconds / 2:
             self.pause(self.dice.choice([1.0, 4.0, 8.0]))
@@ -119,29 +115,10 @@ class Chaos:
             problems += [f"exit code {self.process and self.process.returncode}", *self.last_lines()]
         return [*problems, *self.left_over(), *self.account(completed=True)]
 
-    # ------------------------------------------------------------ the command
-
-    def start(self, *arguments: str) -> None:
-        laminar = Path(sys.executable).with_name("laminar")
-        with (self.temporary.parent / "output").open("ab") as output:
-            self.process = subprocess.Popen(
-                [laminar, "train", *arguments],
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                env={**os.environ, "TMPDIR": str(self.temporary)},
-            )
-
-    @property
-    def goes_on(self) -> bool:
-        return self.process is not None and self.process.poll() is None
-
-    @property
-    def num_rows(self) -> int:
-        return sum(1 for _ in read_jsonl(self.folder.metrics))
+    # ------------------------------------------------------------ its end
 
     def last_lines(self) -> list[str]:
-        return (self.temporary.parent / "output").read_text(errors="replace").splitlines()[-25:]
+        return self.output.read_text(errors="replace").splitlines()[-25:]
 
     def interrupt(self) -> Iterator[str]:
         """The run is ended from outside in one of three ways. Yields what did not hold."""
@@ -163,13 +140,8 @@ class Chaos:
         yield from self.account(completed=False)
 
     def end(self) -> None:
-        """Leave nothing, whatever has happened."""
         self.calm()
-        if self.process is not None and self.goes_on:
-            self.process.kill()
-            self.process.wait()
-        guard.kill_marked(self.folder.tag)
-        shutil.rmtree(self.folder.slots(NODE), ignore_errors=True)
+        super().end()
 
     # ------------------------------------------------------------ faults
 
@@ -211,7 +183,7 @@ class Chaos:
     def say(self, kind: str, what: str) -> None:
         self.counts[kind] += 1
         text = f"{time.strftime('%H:%M:%S')}  chaos: {kind} {what}\n"
-        with (self.temporary.parent / "output").open("a") as output:
+        with self.output.open("a") as output:
             output.write(text)
 
     def pause(self, seconds: float) -> None:

@@ -12,7 +12,6 @@ import os
 import shutil
 import signal
 import sqlite3
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,16 +21,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
+from benchmarks.command import Command
 from laminar import reports
 from laminar.data import schema
-from laminar.run_folder import NODE, RunFolder, read_jsonl
-from laminar.runtime import guard
+from laminar.run_folder import RunFolder, read_jsonl
 
 ROOT = Path(__file__).parents[1]
-CONFIG = ROOT / "configs" / "emulated" / "r08.toml"
+CONFIG = ROOT / "configs" / "emulated" / "toy.toml"
 OVERRIDES = (
-    *("gpus=none", "rollout.replicas=4", "simulation.profile=toy", "simulation.time_scale=2", "iterations=1000000"),
-    *("train.groups_per_batch=8", "train.group_size=4", "train.num_mini_batches=2", "train.checkpoint_every=5"),
+    *("rollout.replicas=4", "simulation.time_scale=2", "iterations=1000000", "train.checkpoint_every=5"),
     *("rollout.stream_interval_s=0.5", "faults.max_restarts=1000000"),
 )
 BOUND_S = {"replica": 2.0, "manager": 5.0, "datastore": 5.0, "trainer": 30.0}
@@ -79,6 +77,7 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="failover-", dir="/dev/shm"))
     run = Run(RunFolder(folder / "run"))
     try:
+        run.start(CONFIG, *OVERRIDES, "--run-dir", run.folder.path)
         run.wait(lambda: run.num_rows >= 3 and run.all_alive(), "the first iterations")
         for role in arguments.roles or BOUND_S:
             rows.append(run.measure(role, arguments.kills))
@@ -103,25 +102,8 @@ def as_text(row: Row) -> str:
     return line if row.holds else f"{line}  out of bounds"
 
 
-class Run:
-    """A run, seen from outside through its folder."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self.folder = folder
-        laminar = Path(sys.executable).with_name("laminar")
-        folder.path.parent.mkdir(exist_ok=True)
-        self.output = folder.path.parent / "output"
-        with self.output.open("wb") as output:
-            self.process = subprocess.Popen(
-                [laminar, "train", str(CONFIG), *OVERRIDES, "--run-dir", str(folder.path)],
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-
-    @property
-    def num_rows(self) -> int:
-        return sum(1 for _ in read_jsonl(self.folder.metrics))
+class Run(Command):
+    """A run, and what can be seen of it."""
 
     def processes(self, role: str) -> dict[str, int]:
         """Pids by id, of those that are at work."""
@@ -140,7 +122,7 @@ class Run:
         """The moment at which this holds."""
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
-            if time.monotonic() > deadline or self.process.poll() is not None:
+            if time.monotonic() > deadline or not self.goes_on:
                 raise SystemExit(f"{what} did not come\n{self.output.read_text()[-3000:]}")
             time.sleep(LOOK_S)
         return time.monotonic()
@@ -229,6 +211,7 @@ class Run:
 
     def stop(self) -> list[str]:
         """Interrupt it. Returns what does not hold of the run as a whole."""
+        assert self.process is not None
         self.process.terminate()
         code = self.process.wait(timeout=30)
         account = reports.ledger(self.folder)
@@ -236,13 +219,6 @@ class Run:
         problems += [f"violation: {line}" for line in account["violations"]]
         problems += [] if account["closed"] else ["the ledger is not closed"]
         return problems + [f"replay: {line}" for line in reports.replay(self.folder)["details"]]
-
-    def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        guard.kill_marked(self.folder.tag)
-        shutil.rmtree(self.folder.slots(NODE), ignore_errors=True)
 
 
 def _kill(pid: int) -> float:

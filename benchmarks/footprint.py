@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 
+from benchmarks.command import LAMINAR
 from laminar import config as configs
 from laminar import reports
 from laminar.run_folder import NODE, RunFolder, read_jsonl
@@ -86,10 +87,9 @@ def main() -> int:
 
 def watch(run: RunFolder, config: Path, overrides: list[str]) -> tuple[dict[str, Seen], int]:
     """Run it to its end. Returns what was seen of each process once there was an iteration, and the most slots."""
-    laminar = Path(sys.executable).with_name("laminar")
     seen: dict[str, Seen] = {}
     most_slots = 0
-    with subprocess.Popen([laminar, "train", config, *overrides, "--run-dir", run.path]) as command:
+    with subprocess.Popen([LAMINAR, "train", config, *overrides, "--run-dir", run.path]) as command:
         while command.poll() is None:
             time.sleep(LOOK_EVERY_S)
             if not any(read_jsonl(run.metrics)):

@@ -132,6 +132,15 @@ class Command:
         pid: int = wait_until(found, f"the {role} process")
         return pid
 
+    def replicas(self) -> dict[str, int]:
+        """Pids of those that are there and hold weights, by id."""
+        rows = reports.processes(self.folder)["processes"]
+        return {
+            row["id"]: row["pid"]
+            for row in rows
+            if row["role"] == "replica" and row["state"] in ("alive", "suspect") and row["version"] is not None
+        }
+
     def kill_everything(self) -> None:
         """SIGKILL the driver and all that it started, at once; its guard is left to sweep."""
         self.process.kill()

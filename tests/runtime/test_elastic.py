@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from laminar import reports
 from tests.runtime.conftest import Command, check_account, wait_until
 
 pytestmark = pytest.mark.timeout(900)
@@ -24,24 +23,17 @@ def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([LAMINAR, *arguments], capture_output=True, text=True, timeout=60)
 
 
-def replicas(run: Command, with_weights: bool = True) -> set[str]:
-    """Ids of those that are alive."""
-    rows = reports.processes(run.folder)["processes"]
-    alive = [row for row in rows if row["role"] == "replica" and row["state"] in ("alive", "suspect")]
-    return {row["id"] for row in alive if row["version"] is not None or not with_weights}
-
-
 def test_replicas_join_and_leave_a_run_and_nothing_is_lost(command: Callable[..., Command]) -> None:
     """Fault 41: one is asked for, pulls by itself and works; the first one is drained; the account closes."""
     run = command("iterations=100000")
     folder = str(run.folder.path)
     run.wait_for_rows(1)
     assert ask("scale", folder, "replicas=3").returncode == 0
-    wait_until(lambda: replicas(run) == {"replica-0", "replica-1", "replica-2"}, "three replicas with weights")
+    wait_until(lambda: run.replicas().keys() == {"replica-0", "replica-1", "replica-2"}, "three replicas with weights")
     assert ask("drain", folder, "replica-0").returncode == 0
-    wait_until(lambda: replicas(run) == {"replica-1", "replica-2"}, "the end of the drained replica")
+    wait_until(lambda: run.replicas().keys() == {"replica-1", "replica-2"}, "the end of the drained replica")
     assert ask("scale", folder, "replicas=1").returncode == 0
-    wait_until(lambda: replicas(run) == {"replica-1"}, "the end of the last but one")
+    wait_until(lambda: run.replicas().keys() == {"replica-1"}, "the end of the last but one")
     run.wait_for_rows(run.num_rows + 2)
     refused = ask("drain", folder, "replica-1")
     assert refused.returncode == 2 and "last replica" in refused.stderr
@@ -58,21 +50,17 @@ def test_sigterm_to_a_replica_is_a_drain_and_the_last_one_is_replaced(command: C
     """Fault 41: a machine that is taken away says so before: nothing dies, and nothing is begun anew."""
     run = command("iterations=100000", "rollout.replicas=2")
     run.wait_for_rows(1)
-    wait_until(lambda: replicas(run) == {"replica-0", "replica-1"}, "two replicas with weights")
-    os.kill(pid_of(run, "replica-0"), signal.SIGTERM)
-    wait_until(lambda: replicas(run) == {"replica-1"}, "the end of the first")
-    os.kill(pid_of(run, "replica-1"), signal.SIGTERM)
-    wait_until(lambda: replicas(run) == {"replica-2"}, "one in the place of the last")
+    wait_until(lambda: run.replicas().keys() == {"replica-0", "replica-1"}, "two replicas with weights")
+    os.kill(run.replicas()["replica-0"], signal.SIGTERM)
+    wait_until(lambda: run.replicas().keys() == {"replica-1"}, "the end of the first")
+    os.kill(run.replicas()["replica-1"], signal.SIGTERM)
+    wait_until(lambda: run.replicas().keys() == {"replica-2"}, "one in the place of the last")
     run.wait_for_rows(run.num_rows + 2)
     run.process.terminate()
     code, out = run.wait(within_s=20)
     assert code == 130, out
     assert out.count("is drained and leaves") == 2 and "replica-2 joins" in out and "died" not in out
     assert check_account(run.folder, completed=False)["samples"]["dropped"] == {}
-
-
-def pid_of(run: Command, replica: str) -> int:
-    return next(row["pid"] for row in reports.processes(run.folder)["processes"] if row["id"] == replica)
 
 
 @pytest.mark.parametrize(

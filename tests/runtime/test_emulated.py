@@ -14,23 +14,13 @@ from laminar.errors import ConfigError
 from laminar.timing import load_profile
 from tests.runtime.conftest import Run
 
-R08 = Path(__file__).parents[2] / "configs" / "emulated" / "r08.toml"
-TOY = (
-    "gpus=none",
-    "rollout.replicas=2",
-    "simulation.profile=toy",
-    "simulation.time_scale=20",
-    "train.groups_per_batch=8",
-    "train.group_size=4",
-    "train.num_mini_batches=2",
-    "train.checkpoint_every=2",
-    "rollout.stream_interval_s=0.1",
-)
+TOY = Path(__file__).parents[2] / "configs" / "emulated" / "toy.toml"
+FAST = ("simulation.time_scale=20", "rollout.stream_interval_s=0.1")
 """Batches of 32 samples of some 60 tokens, with room for about eight of them in each of two replicas."""
 
 
 def config(*overrides: str) -> Config:
-    loaded = configs.load(R08, [*TOY, *overrides])
+    loaded = configs.load(TOY, [*FAST, *overrides])
     preflight.check(loaded)
     return loaded
 

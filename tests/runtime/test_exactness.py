@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import pytest
 
-from laminar import reports
 from laminar.control.events import DrainRequested, ScaleRequested
 from laminar.data import schema
 from laminar.requests import send
@@ -54,18 +53,8 @@ def responses(folder: RunFolder) -> tuple[dict[Key, Response], set[Key]]:
     return found, {(group, idx, attempt) for group, idx, attempt, epoch in ended if epoch > attempt}
 
 
-def replicas(run: Command) -> dict[str, int]:
-    """Pids of those that hold weights, by id."""
-    rows = reports.processes(run.folder)["processes"]
-    return {
-        row["id"]: row["pid"]
-        for row in rows
-        if row["role"] == "replica" and row["state"] == "alive" and row["version"] is not None
-    }
-
-
 def all_three(run: Command) -> dict[str, int]:
-    return wait_until(lambda: len(found := replicas(run)) == 3 and found, "three replicas")  # type: ignore[no-any-return]
+    return wait_until(lambda: len(found := run.replicas()) == 3 and found, "three replicas")  # type: ignore[no-any-return]
 
 
 def unfinished(run: Command, replica: str) -> int:
@@ -83,14 +72,14 @@ def kill_one(run: Command, dice: random.Random) -> None:
     least = dice.randint(4, 32)
     wait_until(lambda: unfinished(run, name) >= least, f"{least} samples at {name}")
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: replicas(run).get(name, pid) != pid, f"the successor of {name}")
+    wait_until(lambda: run.replicas().get(name, pid) != pid, f"the successor of {name}")
 
 
 def drain_one(run: Command) -> None:
     name = sorted(all_three(run))[0]
     wait_until(lambda: unfinished(run, name) >= 8, f"work for {name}")
     send(run.folder, DrainRequested(name))
-    wait_until(lambda: name not in replicas(run), f"the end of {name}")
+    wait_until(lambda: name not in run.replicas(), f"the end of {name}")
     send(run.folder, ScaleRequested(3))
     all_three(run)
 
@@ -105,7 +94,7 @@ def wake_a_zombie(run: Command) -> None:
     os.kill(pid, signal.SIGCONT)
     run.wait_for_rows(run.num_rows + 1)
     run.process.send_signal(signal.SIGCONT)
-    wait_until(lambda: replicas(run).get(name, pid) != pid, f"the successor of {name}")
+    wait_until(lambda: run.replicas().get(name, pid) != pid, f"the successor of {name}")
 
 
 @pytest.mark.slow

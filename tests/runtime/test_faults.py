@@ -157,13 +157,8 @@ def test_a_run_can_not_be_resumed_twice_at_once(command: Callable[..., Command])
     assert first.process.poll() is None
 
 
-EMULATED = Path(__file__).parents[2] / "configs" / "emulated" / "r08.toml"
-TOY = (
-    *("gpus=none", "rollout.replicas=2", "simulation.profile=toy", "simulation.time_scale=10"),
-    *("train.groups_per_batch=8", "train.group_size=4", "train.num_mini_batches=2", "train.checkpoint_every=2"),
-    *("rollout.stream_interval_s=0.2", "faults.suspect_after_s=1.5", "faults.dead_after_s=4"),
-)
-"""Iterations of about half a second, of processes without a model."""
+TOY = Path(__file__).parents[2] / "configs" / "emulated" / "toy.toml"
+IMPATIENT = ("faults.suspect_after_s=1.5", "faults.dead_after_s=4")
 
 
 @pytest.mark.parametrize(
@@ -176,7 +171,7 @@ TOY = (
 )
 def test_a_process_that_is_stopped_is_taken_for_dead_and_replaced(command: Callable[..., Command], role: str) -> None:
     """Faults 2 and 26: SIGSTOP, of which the operating system tells nobody."""
-    run = command("iterations=100000", *TOY, config=EMULATED)
+    run = command("iterations=100000", *IMPATIENT, config=TOY)
     run.wait_for_rows(2)
     wait_until(lambda: set(states(run).values()) == {"alive"}, "everybody's first word")
     victim = run.pid_of(role)
@@ -201,7 +196,7 @@ def states(run: Command) -> dict[str, str]:
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=lambda number: number.name)
 def test_a_run_without_a_manager_can_be_interrupted(command: Callable[..., Command], number: signal.Signals) -> None:
     """Fault 10: it ends in time though nobody is there to end it in order, and goes on later."""
-    run = command("iterations=100000", *TOY, config=EMULATED)
+    run = command("iterations=100000", *IMPATIENT, config=TOY)
     run.wait_for_rows(2)
     os.kill(run.pid_of("manager"), number)
     run.process.terminate()
