@@ -117,6 +117,17 @@ def test_a_load_that_is_older_than_the_news_of_an_end_hinders_no_move() -> None:
     assert some(look(scene), Move)
 
 
+def test_those_that_have_just_begun_are_not_packed_onto_one() -> None:
+    """Few tokens, but a whole batch each: nobody ends up with more than a replica takes at a time, 4 samples here."""
+    scene = tail({"r0": 4, "r1": 6, "r2": 2})
+    for name, running in (("r0", 4), ("r1", 3), ("r2", 2)):
+        scene.handle(ReplicaBeat(name, 1, "generating", v(0), 9, Load(running, 100, running, 0), "n"))
+    assert some(look(scene), Move) == []
+    scene.handle(ReplicaBeat("r2", 1, "generating", v(0), 9, Load(2, 100, 1, 0), "n"))
+    (move,) = some(look(scene), Move)
+    assert isinstance(move, Move) and (move.source, move.destination) == ("r2", "r1")
+
+
 def test_no_more_are_freed_than_there_is_work_for() -> None:
     """Quota of 4 groups, 3 live: one replica's worth of new work."""
     scene = tail({"r0": 10, "r1": 20, "r2": 30}, max_outstanding_groups=4)

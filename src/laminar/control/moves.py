@@ -20,7 +20,11 @@ GONE = ("stopped", "given up")
 
 
 def repack(state: State) -> Iterator[Command]:
-    """Empty replicas whose tail fits beside another's, as many as there is new work for."""
+    """Empty replicas whose tail fits beside another's, as many as there is new work for.
+
+    Nobody ends up with more samples than a replica takes at a time: those that have just begun hold few tokens too, and
+    would all fit on one.
+    """
     settings = state.settings
     newest = max((v for relay in state.relays.values() for v in relay.whole), default=None)
     if newest is None:
@@ -28,7 +32,7 @@ def repack(state: State) -> Iterator[Command]:
     loads = [_load(state, r, newest) for r in state.alive() if not r.bound and not r.draining and r.pulling is None]
     limits = RepackLimits(
         kv_fraction=settings.repack_kv_fraction,
-        max_requests=settings.repack_max_requests,
+        max_requests=min(settings.repack_max_requests, settings.groups_in_flight * settings.group_size),
         prefill_tok_s=settings.prefill_tok_s,
         expected_freed_s=settings.repack_interval_s,
         max_released=-(-state.room(newest) // settings.groups_in_flight),
