@@ -276,6 +276,7 @@ GOOD_VALUES = {
     "rollout.repack_interval_s": [0.5],
     "rollout.max_outstanding_batches": [2],
     "rollout.max_in_flight": [16],
+    "rollout.batches_in_flight": [1.5],
     "rollout.stream_interval_s": [0.1],
     "train.algorithm": ["grpo"],
     "train.advantage": ["/own.py:advantage"],
@@ -322,7 +323,7 @@ WITH_EVAL = {
     "eval.temperature": [0.6],
     "eval.samples_per_prompt": [4],
 }
-EMULATED_ONLY = {"gpus", "rollout.gpus", "train.gpus", "simulation.colocated"}
+EMULATED_ONLY = {"gpus", "rollout.gpus", "train.gpus", "simulation.colocated", "simulation.splits"}
 """These hang together: tests/test_config_emulated.py has them."""
 
 

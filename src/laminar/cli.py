@@ -231,8 +231,8 @@ def simulate(arguments: Arguments = None, as_json: AsJson = False) -> None:
     """Run an emulated config in simulated time and say how fast it is. The same seed gives the same numbers.
 
     \b
-    laminar simulate configs/simulated/72b.toml gpus=1024 train.gpus=768
-    laminar simulate configs/simulated/32b.toml schedule=sync simulation.colocated=true --json
+    laminar simulate configs/paper/72b.toml gpus=512
+    laminar simulate configs/paper/32b.toml gpus=128 schedule=sync --json
     """
     from laminar.config import load
     from laminar.sim.simulate import simulate as run

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from math import ceil
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -158,7 +159,13 @@ class RolloutConfig(_Section):
     max_in_flight: int | None = Field(
         None,
         ge=1,
-        description="Samples a replica takes at a time; `none` = ceil(groups_per_batch / replicas) * group_size.",
+        description="Samples a replica takes at a time, at most; `none` = what `batches_in_flight` gives it.",
+    )
+    batches_in_flight: float | None = Field(
+        None,
+        gt=0,
+        description="Samples that all replicas take at a time, in batches, shared evenly in whole groups; `none` = no "
+        "bound but `max_in_flight`, or 1 without one.",
     )
     stream_interval_s: float = Field(1.0, gt=0, description="How often a replica streams new tokens to the data store.")
 
@@ -257,6 +264,11 @@ class SimulationConfig(_Section):
         description="Lengths and times of emulated runs: `7b`, `32b`, `72b`, `toy`, or a `.toml` file.",
     )
     time_scale: float = Field(1.0, gt=0, description="Seconds of the profile that pass in one second.")
+    splits: dict[str, list[list[int]]] = Field(
+        default_factory=dict,
+        description="By schedule, pairs of all GPUs and those of them that train, for what `gpus` alone leaves open: "
+        "the nearest pair counts, or its share. All of them is `colocated`.",
+    )
     colocated: bool = Field(
         False,
         description="Only for `laminar simulate`, with schedule `sync`: trainer and replicas share all GPUs, and each "
@@ -368,9 +380,11 @@ class Config(_Section):
     @property
     def groups_in_flight(self) -> int:
         """Whole groups a replica takes at a time."""
-        if self.rollout.max_in_flight is None:
-            return -(-self.train.groups_per_batch // self.rollout.replicas)
-        return max(1, self.rollout.max_in_flight // self.train.group_size)
+        each, together = self.rollout.max_in_flight, self.rollout.batches_in_flight
+        bounds = [] if each is None else [max(1, each // self.train.group_size)]
+        if together is not None or each is None:
+            bounds.append(ceil((together or 1) * self.train.groups_per_batch / self.rollout.replicas))
+        return min(bounds)
 
     @property
     def min_group_size(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from laminar.errors import ConfigError
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from laminar.config import Config
 
 EMULATED = "emulated"
+SCHEDULES = ("laminar", "sync", "one_step", "stream", "partial")
 
 
 def with_defaults(raw: Mapping[str, Any], default_profile: str) -> Mapping[str, Any]:
@@ -24,9 +26,12 @@ def with_defaults(raw: Mapping[str, Any], default_profile: str) -> Mapping[str, 
         return raw
     if EMULATED not in (sections["rollout"].get("engine"), sections["train"].get("backend")):
         return raw
-    profile = _profile(sections["simulation"].get("profile", default_profile))
+    simulation = sections["simulation"]
+    profile = _profile(simulation.get("profile", default_profile))
+    listed = _listed_train_gpus(raw, sections, profile)
+    colocated = simulation.get("colocated", listed is not None and listed == raw.get("gpus"))
     total, rollout_gpus, train_gpus, replicas = _gpus(
-        raw, sections["rollout"], sections["train"], profile, sections["simulation"].get("colocated") is True
+        raw, sections["rollout"], sections["train"], profile, colocated is True, listed
     )
     defaults: dict[str, dict[str, Any]] = {
         "model": {"path": None},
@@ -40,6 +45,7 @@ def with_defaults(raw: Mapping[str, Any], default_profile: str) -> Mapping[str, 
             "replicas": replicas,
         },
         "train": {"gpus": train_gpus},
+        "simulation": {"colocated": colocated},
     }
     filled = {name: _filled(sections[name], values) for name, values in defaults.items()}
     return _filled(raw, {"gpus": total}) | filled
@@ -58,12 +64,37 @@ def _profile(name: object) -> Profile:
         raise ConfigError(error.what, where=where, expected=error.expected, got=error.got or str(name)) from None
 
 
-def _gpus(
-    raw: Mapping[str, Any], rollout: Mapping[str, Any], train: Mapping[str, Any], profile: Profile, colocated: bool
-) -> tuple[Any, Any, Any, Any]:
-    """All GPUs, those of the replicas, those of the trainer, and the replicas. What is not given: an even split.
+def _listed_train_gpus(
+    raw: Mapping[str, Any], sections: Mapping[str, Mapping[str, Any]], profile: Profile
+) -> int | None:
+    """Those that `simulation.splits` has for this schedule and so many GPUs, unless another key says it.
 
-    If they are `colocated`, both have all.
+    The nearest row counts, by ratio; with another total its share, such that the other GPUs are whole replicas.
+    """
+    rollout, train, simulation = sections["rollout"], sections["train"], sections["simulation"]
+    total, splits = raw.get("gpus"), simulation.get("splits", {})
+    given = [rollout.get("gpus"), train.get("gpus"), rollout.get("replicas"), simulation.get("colocated")]
+    if any(value not in (None, "none") for value in given) or not isinstance(total, int):
+        return None
+    with suppress(AttributeError, TypeError, ValueError, ZeroDivisionError):  # a mistake: the rules of the key tell it
+        rows = splits.get(raw.get("schedule", "laminar"), ())
+        whole, part = min(rows, key=lambda row: max(row[0] / total, total / row[0]), default=(1, 0))
+        share = total * part // whole
+        return None if share == 0 else share + (total - share) % profile.gpus_per_replica
+    return None
+
+
+def _gpus(
+    raw: Mapping[str, Any],
+    rollout: Mapping[str, Any],
+    train: Mapping[str, Any],
+    profile: Profile,
+    colocated: bool,
+    listed: int | None,
+) -> tuple[Any, Any, Any, Any]:
+    """All GPUs, those of the replicas, those of the trainer, and the replicas.
+
+    What is not given: the `listed` GPUs train, else half of them. If they are `colocated`, both have all.
     """
     given = raw.get("gpus"), rollout.get("gpus"), train.get("gpus")
     total, ours, theirs = (None if value == "none" else value for value in given)
@@ -80,7 +111,7 @@ def _gpus(
         if total is None or "replicas" in rollout:
             ours = replicas * profile.gpus_per_replica
         else:
-            ours = total - (total // 2 if theirs is None else theirs)
+            ours = total - next(value for value in (theirs, listed, total // 2) if value is not None)
     if theirs is None:
         theirs = ours if total is None else total - ours
     replicas = rollout.get("replicas", max(1, ours // profile.gpus_per_replica))
@@ -124,6 +155,15 @@ def _broken_emulated_rules(config: Config) -> Iterator[ConfigError]:
     for key, value in (("train.advantage", config.train.advantage), ("train.loss", config.train.loss)):
         if value is not None:
             yield ConfigError("an emulated run has no loss", where=key, got=value, fix="remove it")
+    for schedule, rows in config.simulation.splits.items():
+        for row in rows:
+            if schedule not in SCHEDULES or len(row) != 2 or not 0 < row[1] <= row[0]:
+                yield ConfigError(
+                    "is no split",
+                    where=f"simulation.splits.{schedule}",
+                    expected=f"[all GPUs, those of them that train] by schedule: {', '.join(SCHEDULES)}",
+                    got=str(row),
+                )
     if config.simulation.colocated and config.schedule != "sync":
         yield ConfigError(
             "shared GPUs can't train while they generate",

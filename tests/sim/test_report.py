@@ -17,12 +17,13 @@ from laminar.sim.simulate import plan_of, simulate
 from laminar.sim.world import World
 from tests.sim.plans import SIZE, B, by_hand, make_settings
 
-CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs" / "simulated").glob("*.toml"))
+FOLDER = Path(__file__).resolve().parents[2] / "configs"
+CONFIGS = sorted([*FOLDER.glob("simulated/*.toml"), *FOLDER.glob("paper/*.toml")])
 TOY = next(path for path in CONFIGS if path.stem == "toy")
 KEYS = {
     "throughput_tok_s", "generation_tok_s", "iteration_s", "staleness_generation", "staleness_use",
-    "kv_utilization_mean", "rollout_busy_fraction", "trainer_busy_fraction", "repack_moves", "repack_cost_s",
-    "wall_s", "seed",
+    "latency_mean_s", "latency_max_s", "kv_utilization_mean", "rollout_busy_fraction", "trainer_busy_fraction",
+    "repack_moves", "repack_cost_s", "wall_s", "seed",
 }  # fmt: skip
 
 
@@ -56,6 +57,33 @@ def test_every_config_makes_a_plan(path: Path) -> None:
     assert plan.replicas * plan.profile.gpus_per_replica + plan.train_gpus == (load(path).gpus or 0)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "train_gpus", "replicas"),
+    [
+        (["gpus=1024"], 768, 32),
+        (["gpus=1024", "schedule=one_step"], 256, 96),
+        (["gpus=1024", "schedule=partial"], 640, 48),
+        (["gpus=1024", "schedule=sync"], 1024, 128),
+        (["gpus=1024", "schedule=sync", "simulation.colocated=false"], 512, 64),
+        (["gpus=1024", "train.gpus=512"], 512, 64),
+        (["gpus=1024", "rollout.replicas=16"], 896, 16),
+        (["gpus=4096"], 3072, 128),
+        (["gpus=400", "schedule=stream"], 152, 31),
+    ],
+)
+def test_the_paper_s_splits_are_built_in(overrides: list[str], train_gpus: int, replicas: int) -> None:
+    plan = plan_of(load(FOLDER / "paper" / "72b.toml", overrides))
+    assert (plan.train_gpus, plan.replicas) == (train_gpus, replicas)
+    assert plan.colocated == (train_gpus == 1024)
+    assert plan.settings.max_staleness == {"sync": 0, "one_step": 1, "stream": 1}.get(plan.settings.schedule)
+
+
+@pytest.mark.parametrize(("gpus", "samples"), [(32, 1024), (64, 1024), (128, 768), (256, 384), (512, 192)])
+def test_a_replica_takes_its_share_of_one_and_a_half_batches(gpus: int, samples: int) -> None:
+    settings = plan_of(load(FOLDER / "paper" / "32b.toml", [f"gpus={gpus}"])).settings
+    assert settings.groups_in_flight * settings.group_size == samples
+
+
 @pytest.mark.parametrize("gpus", [64, 1024])
 @pytest.mark.parametrize("name", ["72b", "32b"])
 def test_configs_scale_by_gpus(name: str, gpus: int) -> None:
@@ -75,8 +103,10 @@ def test_time_runs_faster_by_the_scale_of_the_config() -> None:
 
 def test_a_small_run_of_a_large_profile() -> None:
     path = next(p for p in CONFIGS if p.stem == "72b")
-    found = simulate(load(path, ["gpus=64", "iterations=4", "train.groups_per_batch=16"]))
+    small = ["gpus=64", "iterations=4", "train.groups_per_batch=16", "max_staleness=4"]
+    found = simulate(load(path, small))
     assert found.staleness_use.max <= 4
+    assert 0 < found.latency_mean_s < found.latency_max_s
     assert 0 < found.kv_utilization_mean < 1 and 0 < found.trainer_busy_fraction <= 1
 
 

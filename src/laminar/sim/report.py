@@ -33,6 +33,9 @@ class Report:
     iteration_s: float
     staleness_generation: Staleness
     staleness_use: Staleness
+    latency_mean_s: float
+    """From the issue of a trained sample to its end, its wait for a place included."""
+    latency_max_s: float
     kv_utilization_mean: float
     """Over time and replicas."""
     rollout_busy_fraction: float
@@ -57,14 +60,16 @@ def report(world: World, iterations: int, wall_s: float) -> Report:
     elapsed = last.time - first.time
     durations = [after.time - before.time for before, after in pairwise(marks)]
     replica_s = elapsed * len(world.replicas)
-    capacity = next(iter(world.replicas.values())).decoder.kv_capacity
+    latencies = [s for i in measured for s in i.latencies_s]
     return Report(
         throughput_tok_s=fmean(i.tokens / s for i, s in zip(measured, durations, strict=True)),
         generation_tok_s=(last.decoded_tokens - first.decoded_tokens) / elapsed,
         iteration_s=fmean(durations),
         staleness_generation=_staleness(i.staleness_generation for i in measured),
         staleness_use=_staleness(i.staleness_use for i in measured),
-        kv_utilization_mean=(last.kv_token_s - first.kv_token_s) / replica_s / capacity,
+        latency_mean_s=fmean(latencies),
+        latency_max_s=max(latencies),
+        kv_utilization_mean=(last.kv_token_s - first.kv_token_s) / replica_s / _kv_capacity(world),
         rollout_busy_fraction=(last.rollout_busy_s - first.rollout_busy_s) / replica_s,
         trainer_busy_fraction=(last.trainer_busy_s - first.trainer_busy_s) / elapsed,
         repack_moves=last.num_moves - first.num_moves,
@@ -72,6 +77,33 @@ def report(world: World, iterations: int, wall_s: float) -> Report:
         wall_s=wall_s,
         seed=world.plan.seed,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One iteration, from publish to publish."""
+
+    end_s: float
+    throughput_tok_s: float
+    staleness_use: float
+    """Mean over samples."""
+    kv_utilization: float
+    """Mean over time and replicas."""
+
+
+def history(world: World, iterations: int) -> list[Step]:
+    """Each of the first `iterations`, the warm-up included."""
+    steps = []
+    for (before, after), row in zip(pairwise(world.marks), world.store.iterations[:iterations], strict=False):
+        seconds = after.time - before.time
+        kv_tokens = (after.kv_token_s - before.kv_token_s) / seconds / len(world.replicas)
+        mean = _staleness([row.staleness_use]).mean
+        steps.append(Step(after.time, row.tokens / seconds, mean, kv_tokens / _kv_capacity(world)))
+    return steps
+
+
+def _kv_capacity(world: World) -> int:
+    return next(iter(world.replicas.values())).decoder.kv_capacity
 
 
 def _staleness(counts: Iterable[Counter[int]]) -> Staleness:

@@ -22,16 +22,25 @@ CALM_REPLICAS, LONGEST_DELAY_S = 32, 0.1
 def simulate(config: Config, say: Callable[[str], None] = lambda line: None) -> Report:
     """Run an emulated config in simulated time, and measure its `iterations`. `say` is given a line an iteration.
 
-    The run goes on behind them, so that none is measured in which nothing new was issued because the end was near.
-
     Raises ConfigError for a config that is not emulated, RunFailed for a run that fails.
+    """
+    return simulate_world(config, say)[1]
+
+
+def simulate_world(
+    config: Config, say: Callable[[str], None] = lambda line: None, record: bool = False
+) -> tuple[World, Report]:
+    """As `simulate`, with the world in which it happened; with what its manager was told, if that is to be recorded.
+
+    The run goes on behind the iterations of the config, so that none is measured in which nothing new was issued
+    because the end was near.
     """
     began = time.perf_counter()
     plan = plan_of(config)
     wanted = plan.settings.iterations
     assert wanted is not None, "nothing else ends an emulated run"
     ahead = 1 + -(-plan.settings.max_outstanding_groups // plan.settings.groups_per_batch)
-    world = World(replace(plan, settings=replace(plan.settings, iterations=wanted + ahead)))
+    world = World(replace(plan, settings=replace(plan.settings, iterations=wanted + ahead)), record)
     told = 0
 
     def progress() -> None:
@@ -46,7 +55,7 @@ def simulate(config: Config, say: Callable[[str], None] = lambda line: None) -> 
             world.kernel.step()
             if world.end is not None:
                 raise RunFailed(world.end.message)
-    return report(world, wanted, time.perf_counter() - began)
+    return world, report(world, wanted, time.perf_counter() - began)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ waits for a batch is forgotten.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -53,6 +53,8 @@ class Iteration:
     staleness_generation: Counter[int] = field(default_factory=Counter)
     """Samples by staleness."""
     staleness_use: Counter[int] = field(default_factory=Counter)
+    latencies_s: list[float] = field(default_factory=list)
+    """A sample each: from its issue to its end."""
 
 
 class Store(Life):
@@ -72,6 +74,10 @@ class Store(Life):
         """In the order of training."""
         self.evals_done: list[Version] = []
         self.told_to_stop = False
+        self._issued_at: dict[int, float] = {}
+        """By group, until it is trained."""
+        self._latencies_s: dict[int, list[float]] = {}
+        """Of the samples that have ended, by group, until it is trained."""
         self._rows: list[StoreEvent] = []
         """Outbox rows that the manager has not acknowledged."""
         self._acknowledged = 0
@@ -254,6 +260,7 @@ class Store(Life):
                 accounts.drop_group(group, "prompt_overlong")
             else:
                 groups.append(group)
+                self._issued_at[group.id] = self.kernel.now
         accounts.report_issued(command.replica, command.incarnation, command.version, groups, "train")
         self._post(command.replica, command.incarnation, [s for g in groups for s in g.samples])
 
@@ -305,6 +312,8 @@ class Store(Life):
         for sample, epoch in report.ended:
             if (s := accounts.sample(sample)) is not None:
                 accounts.finish(sample, epoch, s.length, "stop")
+                if (issued := self._issued_at.get(sample.group)) is not None:
+                    self._latencies_s.setdefault(sample.group, []).append(self.kernel.now - issued)
         for sample, epoch in report.failed:
             accounts.drop(sample, "engine_error", epoch)
         moved = [s for sample, epoch in report.released if (s := accounts.release(sample, epoch)) is not None]
@@ -374,11 +383,14 @@ class Store(Life):
             self.accounts.events.append(CutTrained(update))
         self._commit()
 
-    def _iteration(self, update: int, groups: Iterable[Group]) -> Iteration:
+    def _iteration(self, update: int, groups: Sequence[Group]) -> Iteration:
         row, prompt = Iteration(update), self.world.plan.profile.prompt_tokens
         for s in (s for g in groups for s in g.members("trained")):
             row.num_samples += 1
             row.tokens += prompt + s.length
             row.staleness_use[update - s.version.number] += 1
             row.staleness_generation[s.staleness_generation or 0] += 1
+        for g in groups:
+            row.latencies_s += self._latencies_s.pop(g.id, ())
+            self._issued_at.pop(g.id, None)
         return row

@@ -154,12 +154,13 @@ class World:
         """The trainer has written a version: it goes down the chain of relays."""
         self.manager.look()
         if not self.marks or version.number > self.highest:
-            self.marks.append(self._mark(version.number))
+            self.marks.append(self.mark(version.number))
         self.highest, self.published = version.number, version
         for relay in self.relays.values():
             relay.from_trainer.send(lambda r=relay: r.offer(version))  # type: ignore[misc]
 
-    def _mark(self, version: int) -> Mark:
+    def mark(self, version: int) -> Mark:
+        """The totals at this moment; those of a replica are as old as its last event or the manager's last look."""
         replicas = [*self.retired, *self.replicas.values()]
         return Mark(
             version,
