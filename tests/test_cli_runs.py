@@ -124,6 +124,16 @@ def test_replay(laminar: Laminar, folder: RunFolder) -> None:
     assert laminar.json("replay", folder.path, code=1)["agrees"] is False
 
 
+def test_timeline(laminar: Laminar, folder: RunFolder, tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    assert laminar("timeline", folder.path, file) == 0
+    events = json.loads(file.read_text())["traceEvents"]
+    assert laminar.out == f"{file}: {len(events)} events; open it with https://ui.perfetto.dev\n"
+    assert [e["name"] for e in events if e["ph"] == "i"] == ["batch 0 is cut", "batch 1 is cut"]
+    assert laminar("timeline", tmp_path, file) == 2 and "not the folder of a run" in laminar.err
+    assert laminar("timeline", folder.path, tmp_path / "gone" / "run.json") == 2 and "fix: mkdir" in laminar.err
+
+
 def test_export_without_a_checkpoint(laminar: Laminar, folder: RunFolder, project: Path) -> None:
     folder.config.write_text(dump(load(project / "config.toml")))
     assert laminar("export", folder.path) == 2

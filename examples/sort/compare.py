@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from laminar.plot import Line, Panel, chart
 from laminar.run_folder import read_jsonl
 
 HERE = Path(__file__).parent
@@ -105,19 +106,10 @@ def table(curves: Sequence[Curve]) -> list[str]:
 
 
 def draw(curves: Sequence[Curve], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    figure, (by_time, by_samples) = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
-    for curve in curves:
-        by_time.plot(curve.seconds, curve.rewards, label=curve.schedule)
-        by_samples.plot(curve.samples, curve.rewards, label=curve.schedule)
-    by_time.set(xlabel="seconds", ylabel=f"reward, mean of {SMOOTHED_OVER} iterations")
-    by_samples.set(xlabel="samples")
-    by_time.legend(frameon=False)
-    figure.savefig(path)
+    by_time = [Line(list(zip(c.seconds, c.rewards, strict=True)), c.schedule) for c in curves]
+    by_samples = [Line(list(zip(c.samples, c.rewards, strict=True)), c.schedule) for c in curves]
+    title = f"reward, mean of {SMOOTHED_OVER} iterations"
+    path.write_text(chart([Panel(title, by_time, "seconds"), Panel("", by_samples, "samples")], columns=2))
 
 
 if __name__ == "__main__":

@@ -83,7 +83,8 @@ def root(
     laminar train CONFIG.toml             train; the run folder is runs/<config>-<time>
     laminar train --resume RUN            go on with an interrupted run
     laminar eval CONFIG.toml              the same rewards, no training
-    laminar samples | ledger | ps | replay | export RUN    look at a run, live or ended
+    laminar samples | ledger | ps | replay | timeline | export RUN    look at a run, live or ended
+    laminar simulate CONFIG.toml          how fast would it be?
 
     Any key of the config can be changed after it: train.lr=1e-5 rollout.replicas=2 max_staleness=none.
     """
@@ -227,20 +228,45 @@ def check(arguments: Arguments = None, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def simulate(arguments: Arguments = None, as_json: AsJson = False) -> None:
+def simulate(
+    arguments: Arguments = None,
+    timeline: Annotated[
+        Path | None, typer.Option("--timeline", metavar="FILE", help="Write what each process did when, for Perfetto.")
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE.svg", help="Draw throughput, staleness and KV caches over time."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
     """Run an emulated config in simulated time and say how fast it is. The same seed gives the same numbers.
+
+    A timeline has a lane for each replica, relay and the trainer; https://ui.perfetto.dev opens it.
 
     \b
     laminar simulate configs/paper/72b.toml gpus=512
     laminar simulate configs/paper/32b.toml gpus=128 schedule=sync --json
+    laminar simulate configs/simulated/toy.toml --timeline toy.json --plot toy.svg
     """
     from laminar.config import load
-    from laminar.sim.simulate import simulate as run
+    from laminar.sim.simulate import simulate_world
 
     path, overrides = _split(arguments)
     if path is None:
         raise ConfigError("no config", expected="laminar simulate CONFIG.toml [KEY=VALUE]...")
-    found = run(load(path, overrides), lambda line: print(line, file=sys.stderr))
+    for file in (timeline, plot):
+        _expect_folder_of(file)
+    config = load(path, overrides)
+    world, found = simulate_world(config, lambda line: print(line, file=sys.stderr), record=timeline is not None)
+    if timeline is not None:
+        from laminar.timeline import trace
+
+        timeline.write_text(json.dumps(trace(world.records or ())), encoding="utf-8")
+    if plot is not None:
+        from laminar.reports import simulation_chart
+        from laminar.sim.report import history
+
+        plot.write_text(simulation_chart(history(world, config.iterations or 0)), encoding="utf-8")
     if as_json:
         print_json(found.as_json())
         return
@@ -249,6 +275,7 @@ def simulate(arguments: Arguments = None, as_json: AsJson = False) -> None:
     print(f"busy         replicas {found.rollout_busy_fraction:.0%}, trainer {found.trainer_busy_fraction:.0%}")
     for name, ages in (("generation", found.staleness_generation), ("use", found.staleness_use)):
         print(f"staleness    at {name}: mean {ages.mean:.2f}, at most {ages.max}")
+    print(f"latency      mean {found.latency_mean_s:.0f} s, at most {found.latency_max_s:.0f} s a response")
     print(f"repack       {found.repack_moves} moves, {found.repack_cost_s:.1f} s of prefill")
 
 
@@ -387,6 +414,27 @@ def replay(run: Run, as_json: AsJson = False) -> None:
 
 
 @app.command()
+def timeline(
+    run: Run, file: Annotated[Path, typer.Argument(metavar="FILE", help="To write; JSON for Perfetto.")]
+) -> None:
+    """Write what each process of a run did when: a lane for each replica, relay and the trainer.
+
+    Open the file with https://ui.perfetto.dev (it stays on your machine) or chrome://tracing.
+
+    \b
+    laminar timeline runs/sort-20260101-120000 sort.json
+    """
+    from laminar import reports
+    from laminar.timeline import trace
+
+    folder = reports.open_run(run)
+    _expect_folder_of(file)
+    events = trace(reports.records(folder))
+    file.write_text(json.dumps(events), encoding="utf-8")
+    print(f"{file}: {len(events['traceEvents'])} events; open it with https://ui.perfetto.dev")
+
+
+@app.command()
 def export(
     run: Run,
     version: Annotated[int | None, typer.Option("--version", help="Of a checkpoint. [default: the newest]")] = None,
@@ -430,6 +478,12 @@ def _split(arguments: list[str] | None) -> tuple[Path | None, list[str]]:
     if len(paths) > 1:
         raise ConfigError("more than one config", got=" ".join(paths), expected="one, then overrides as key=value")
     return (Path(paths[0]) if paths else None), [argument for argument in arguments or [] if "=" in argument]
+
+
+def _expect_folder_of(file: Path | None) -> None:
+    """Raises StorageError unless the file could be written: better before a long simulation than after it."""
+    if file is not None and not file.absolute().parent.is_dir():
+        raise StorageError("there is no such folder", where=str(file.parent), fix=f"mkdir -p {file.parent}")
 
 
 def _config_of(run: Path) -> Path:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from laminar.control import codec, manager
 from laminar.control.manager import Record
 from laminar.data import schema
 from laminar.errors import ConfigError, StorageError
+from laminar.plot import Line, Panel, chart
 from laminar.run_folder import RunFolder, is_running, read_json, read_jsonl
+from laminar.sim.report import Step
 from laminar.types import Settings
 
 Json = dict[str, Any]
@@ -190,9 +193,15 @@ def samples(
 # ---------------------------------------------------------------- replay
 
 
+def records(folder: RunFolder) -> Iterator[Record]:
+    """What the managers of the run were told and what they answered, of all starts, in order."""
+    for path in _logs(folder):
+        yield from (codec.decode_record(row) for row in islice(read_jsonl(path), 1, None))
+
+
 def replay(folder: RunFolder) -> Json:
     """Feed the recorded events to fresh managers; every difference in what they command is listed."""
-    records = differences = 0
+    num_records = differences = 0
     lines: list[str] = []
     for path in _logs(folder):
         rows = read_jsonl(path)
@@ -200,11 +209,11 @@ def replay(folder: RunFolder) -> Json:
         if head is None:
             continue
         log = [codec.decode_record(row) for row in rows]
-        records += len(log)
+        num_records += len(log)
         for record, commands in manager.replay(Settings(**head["settings"]), log):
             differences += 1
             lines.append(_difference(path, record, commands))
-    return {"records": records, "differences": differences, "agrees": differences == 0, "details": lines[:20]}
+    return {"records": num_records, "differences": differences, "agrees": differences == 0, "details": lines[:20]}
 
 
 def _difference(path: Path, record: Record, commands: tuple[Any, ...]) -> str:
@@ -254,6 +263,24 @@ def summary(folder: RunFolder) -> str:
         lines.append(f"model     {folder.export}")
     lines.append(f"next      laminar samples {folder.path} --last 2")
     return "\n".join(lines)
+
+
+# ---------------------------------------------------------------- simulated runs
+
+
+def simulation_chart(steps: Sequence[Step]) -> str:
+    """A simulated run by iteration, as SVG."""
+    minutes = [step.began_s / 60 for step in steps] + [steps[-1].ended_s / 60]
+    figures = {
+        "throughput, tokens/s": [step.throughput_tok_s for step in steps],
+        "staleness at use, versions": [step.staleness_use for step in steps],
+        "KV caches, % full": [100 * step.kv_utilization for step in steps],
+    }
+    panels = [
+        Panel(title, [Line(list(zip(minutes, [*values, values[-1]], strict=True)))], "minutes", steps=True)
+        for title, values in figures.items()
+    ]
+    return chart(panels, width=640, height=200)
 
 
 # ---------------------------------------------------------------- export

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
+from xml.etree import ElementTree
 
 import pytest
 
 from laminar import cli
 from laminar.config import InvalidConfig, load
 from laminar.errors import ConfigError
-from laminar.sim.report import report
-from laminar.sim.simulate import plan_of, simulate
+from laminar.sim.report import history, report
+from laminar.sim.simulate import plan_of, simulate, simulate_world
 from laminar.sim.world import World
 from tests.sim.plans import SIZE, B, by_hand, make_settings
 
@@ -147,3 +150,30 @@ def test_text_and_exit_codes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert laminar(monkeypatch, "simulate", TOY, "simulation.profile=gone") == 2
     assert laminar(monkeypatch, "check", TOY, "schedule=sync", "simulation.colocated=true") == 2
     assert "laminar simulate" in capsys.readouterr().err
+
+
+def test_a_timeline_and_a_picture_beside_the_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    timeline, plot = tmp_path / "toy.json", tmp_path / "toy.svg"
+    assert laminar(monkeypatch, "simulate", TOY, "--timeline", timeline, "--plot", plot, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["repack_moves"] > 0
+    assert json.loads(timeline.read_text())["traceEvents"]
+    titles = [e.text for e in ElementTree.parse(plot).iter() if e.get("font-weight") == "bold"]
+    assert titles == ["throughput, tokens/s", "staleness at use, versions", "KV caches, % full"]
+
+
+def test_a_file_that_can_t_be_written_is_said_before_the_simulation(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert laminar(monkeypatch, "simulate", TOY, "--plot", tmp_path / "gone" / "toy.svg") == 2
+    out, err = capsys.readouterr()
+    assert out == "" and f"fix: mkdir -p {tmp_path / 'gone'}" in err and "iteration" not in err
+
+
+def test_history_is_of_every_iteration(tmp_path: Path) -> None:
+    world, found = simulate_world(load(TOY))
+    steps = history(world, 12)
+    assert len(steps) == 12 and all(a.ended_s == b.began_s for a, b in pairwise(steps))
+    assert fmean(s.throughput_tok_s for s in steps[6:]) == pytest.approx(found.throughput_tok_s)
+    assert fmean(s.staleness_use for s in steps[6:]) == pytest.approx(found.staleness_use.mean)

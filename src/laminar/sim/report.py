@@ -83,7 +83,8 @@ def report(world: World, iterations: int, wall_s: float) -> Report:
 class Step:
     """One iteration, from publish to publish."""
 
-    end_s: float
+    began_s: float
+    ended_s: float
     throughput_tok_s: float
     staleness_use: float
     """Mean over samples."""
@@ -98,7 +99,7 @@ def history(world: World, iterations: int) -> list[Step]:
         seconds = after.time - before.time
         kv_tokens = (after.kv_token_s - before.kv_token_s) / seconds / len(world.replicas)
         mean = _staleness([row.staleness_use]).mean
-        steps.append(Step(after.time, row.tokens / seconds, mean, kv_tokens / _kv_capacity(world)))
+        steps.append(Step(before.time, after.time, row.tokens / seconds, mean, kv_tokens / _kv_capacity(world)))
     return steps
 
 
