@@ -84,7 +84,7 @@ def root(
     laminar train --resume RUN            go on with an interrupted run
     laminar eval CONFIG.toml              the same rewards, no training
     laminar samples | ledger | ps | replay | timeline | export RUN    look at a run, live or ended
-    laminar simulate CONFIG.toml          how fast would it be?
+    laminar simulate | plan CONFIG.toml   how fast would it be, and how are GPUs best used?
 
     Any key of the config can be changed after it: train.lr=1e-5 rollout.replicas=2 max_staleness=none.
     """
@@ -277,6 +277,52 @@ def simulate(
         print(f"staleness    at {name}: mean {ages.mean:.2f}, at most {ages.max}")
     print(f"latency      mean {found.latency_mean_s:.0f} s, at most {found.latency_max_s:.0f} s a response")
     print(f"repack       {found.repack_moves} moves, {found.repack_cost_s:.1f} s of prefill")
+
+
+@app.command()
+def plan(
+    gpus: Annotated[int, typer.Option("--gpus", min=1, help="To plan for, all together.")],
+    arguments: Arguments = None,
+    staleness: Annotated[
+        float | None, typer.Option("--staleness", min=0, help="Mean staleness at use, at most. [default: any]")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE.toml", help="Write the config of the best plan.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Search the fastest way to use some GPUs: split, schedule, quota, samples in flight, admission.
+
+    Short simulations find candidates, longer ones decide; of plans that are equally fast the least stale is taken.
+    What a plan is worth depends on the profile: `laminar profile` makes one from a run of yours. `partial` is left
+    out, because its responses mix versions.
+
+    \b
+    laminar plan configs/paper/72b.toml --gpus 1024
+    laminar plan configs/paper/32b.toml --gpus 128 --staleness 1 -o best.toml
+    laminar simulate best.toml
+    """
+    from laminar import reports
+    from laminar.config import dump, load
+    from laminar.sim import planner
+
+    path, overrides = _split(arguments)
+    if path is None:
+        raise ConfigError("no config", expected="laminar plan CONFIG.toml --gpus N [KEY=VALUE]...")
+    _expect_folder_of(out)
+    found = planner.search(path, overrides, gpus, staleness, say=lambda line: print(line, file=sys.stderr))
+    changes = [*overrides, *found.best.candidate.overrides]
+    if out is not None:
+        out.write_text(dump(load(path, changes)), encoding="utf-8")
+    if as_json:
+        tried = [reports.plan_row(outcome) for outcome in found.outcomes]
+        print_json({"overrides": changes, "best": reports.plan_row(found.best), "tried": tried})
+        return
+    for line in reports.plan_table(found):
+        print(line)
+    print(f"best      laminar simulate {path} {' '.join(changes)}")
+    if out is not None:
+        print(f"config    {out}")
 
 
 @app.command()

@@ -10,9 +10,10 @@ import sqlite3
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from laminar.control import codec, manager
 from laminar.control.manager import Record
@@ -20,8 +21,11 @@ from laminar.data import schema
 from laminar.errors import ConfigError, StorageError
 from laminar.plot import Line, Panel, chart
 from laminar.run_folder import RunFolder, is_running, read_json, read_jsonl
-from laminar.sim.report import Step
 from laminar.types import Settings
+
+if TYPE_CHECKING:
+    from laminar.sim.planner import Found, Outcome
+    from laminar.sim.report import Step
 
 Json = dict[str, Any]
 
@@ -281,6 +285,40 @@ def simulation_chart(steps: Sequence[Step]) -> str:
         for title, values in figures.items()
     ]
     return chart(panels, width=640, height=200)
+
+
+# ---------------------------------------------------------------- plans
+
+
+def plan_row(outcome: Outcome) -> Json:
+    """One plan that was tried."""
+    report = outcome.report
+    return asdict(outcome.candidate) | {
+        "iterations": outcome.iterations,
+        "throughput_tok_s": report.throughput_tok_s,
+        "staleness_use_mean": report.staleness_use.mean,
+        "staleness_use_max": report.staleness_use.max,
+        "trainer_busy_fraction": report.trainer_busy_fraction,
+        "rollout_busy_fraction": report.rollout_busy_fraction,
+    }
+
+
+def plan_table(found: Found) -> Iterator[str]:
+    """Everything that was tried, the fastest first."""
+    yield (
+        f"{'schedule':9}{'train GPUs':>11}{'replicas':>9}{'quota':>6}{'in flight':>10}{'admission':>10}"
+        f"{'tokens/s':>11}{'staleness at use':>18}{'trainer busy':>13}{'rollout busy':>13}{'iterations':>11}"
+    )
+    for outcome in found.outcomes:
+        c, r = outcome.candidate, outcome.report
+        quota, in_flight = ("-" if value is None else f"{value:g}" for value in (c.quota, c.in_flight))
+        stale = f"{r.staleness_use.mean:.2f} (max {r.staleness_use.max})"
+        yield (
+            f"{c.schedule:9}{c.train_gpus:>11}{c.replicas:>9}{quota:>6}{in_flight:>10}{c.admission:>10}"
+            f"{r.throughput_tok_s:>11,.0f}{stale:>18}{r.trainer_busy_fraction:>13.0%}{r.rollout_busy_fraction:>13.0%}"
+            f"{outcome.iterations:>11}{'  <- best' if outcome is found.best else ''}"
+        )
+    yield "quota and in flight are in batches; -: as in the config. The more iterations, the surer"
 
 
 # ---------------------------------------------------------------- export
