@@ -83,7 +83,7 @@ def root(
     laminar train CONFIG.toml             train; the run folder is runs/<config>-<time>
     laminar train --resume RUN            go on with an interrupted run
     laminar eval CONFIG.toml              the same rewards, no training
-    laminar samples | ledger | ps | replay | timeline | export RUN    look at a run, live or ended
+    laminar samples | ledger | ps | replay | timeline | profile | export RUN    look at a run, live or ended
     laminar simulate | plan CONFIG.toml   how fast would it be, and how are GPUs best used?
 
     Any key of the config can be changed after it: train.lr=1e-5 rollout.replicas=2 max_staleness=none.
@@ -478,6 +478,39 @@ def timeline(
     events = trace(reports.records(folder))
     file.write_text(json.dumps(events), encoding="utf-8")
     print(f"{file}: {len(events['traceEvents'])} events; open it with https://ui.perfetto.dev")
+
+
+@app.command()
+def profile(
+    run: Run,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE.toml", help="To write.")] = Path("profile.toml"),
+) -> None:
+    """Make a profile of a run of yours: its lengths and times, for `laminar simulate` and `laminar plan`.
+
+    Decode steps are measured by when samples ended, the trainer by what it says itself; each number says where it is
+    from. The run may still go on, and should have ten iterations or more.
+
+    \b
+    laminar profile runs/sort-20260101-120000 -o sort.toml
+    """
+    from laminar import profiling
+    from laminar.config import load
+    from laminar.reports import open_run
+
+    folder = open_run(run)
+    _expect_folder_of(out)
+    measured = profiling.measure(folder)
+    out.write_text(profiling.as_toml(measured, folder), encoding="utf-8")
+    p, config = measured.profile, load(folder.config)
+    one, all_ = (1e3 * p.decode_step_s(n, n * p.prompt_tokens) for n in (1, p.max_num_seqs))
+    print(f"generation  a decode step takes {one:.3g} ms with one sequence, {all_:.3g} ms with {p.max_num_seqs}")
+    print(
+        f"training    {p.train_tokens_per_s_per_gpu:,.0f} tokens/s, and {p.train_s_per_mini_batch:.3g} s a mini-batch"
+    )
+    print(f"measured    {measured.throughput_tok_s:,.0f} tokens/s")
+    print(f"profile     {out}")
+    changes = profiling.overrides(config, str(out.absolute()), measured.iterations)
+    print(f"next        laminar simulate {folder.config} {' '.join(changes)}")
 
 
 @app.command()
