@@ -76,6 +76,8 @@ class Profile:
     switch_s: float
     """Colocated GPUs go from generation to training and back, once an iteration, the weights included."""
 
+    train_gpus_multiple: int = 1
+    """A trainer has a multiple of so many GPUs: those that hold the model and the state of its optimizer once."""
     tool_calls: int = 0
     """Calls of a tool in each response, evenly spread over it."""
     tool_latency_quantiles: Quantiles = ()
