@@ -23,7 +23,7 @@ from typing import Any
 from laminar.errors import ConfigError
 
 COALESCE_S = 0.02
-"""A replica reports a finished sample within this time, together with those that finish meanwhile."""
+"""With few replicas, one reports a finished sample within this time, together with those that finish meanwhile."""
 
 PROFILES = Path(__file__).parent / "profiles"
 
@@ -31,6 +31,15 @@ Quantiles = tuple[tuple[float, float], ...]
 """(probability, value), both rising, from probability 0 to 1; linear in between."""
 
 _NORMAL = NormalDist()
+
+
+def together_s(num_replicas: int, at_least: float) -> float:
+    """How long news waits for more of its kind before it travels, in seconds.
+
+    The more replicas talk, the less often each does, so that the data store answers about as many calls from many as
+    from a few; a fifth of a second is nothing to a fleet that is large enough to need it.
+    """
+    return max(at_least, min(0.2, 0.005 * num_replicas))
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from laminar.control.events import (
     Finished,
     Issued,
 )
+from laminar.data import store as stores
 from laminar.data.store import DataStore
 from laminar.errors import DataError, ProtocolError, StorageError
 from laminar.run_folder import RunFolder, read_jsonl
@@ -358,12 +359,30 @@ def test_rows_go_only_when_a_checkpoint_covers_them(hand: Hand) -> None:
     assert store.next_batch(0) is not None
     hand.make(2, V1)
     hand.train(2, checkpoint=1)
+    assert not store.free_some(), "a piece is enough"
     with pytest.raises(ProtocolError, match="batch 0 was asked for after a checkpoint"):
         store.next_batch(0)
     assert store.next_batch(1) is not None and store.next_batch(2) is not None
     held = {g for (g,) in store.db.execute("SELECT DISTINCT group_id FROM chunks")}
     assert held == {2, 3, 4, 5}
     assert store.db.execute("SELECT COUNT(*) FROM samples WHERE state = 'trained'").fetchone() == (12,)
+
+
+def test_tokens_of_many_groups_are_deleted_in_pieces(hand: Hand, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten large batches deleted at once kept the store from answering until it was taken for dead."""
+    monkeypatch.setattr(stores, "FREED_AT_ONCE", 3)
+    store = hand.store
+    for update in range(3):
+        hand.make(2, Version(0, update))
+        hand.train(update, checkpoint=2 if update == 2 else 0)
+
+    def held() -> list[int]:
+        return [group for (group,) in store.db.execute("SELECT DISTINCT group_id FROM chunks ORDER BY group_id")]
+
+    assert held() == [0, 1, 2, 3, 4, 5]
+    assert store.free_some() and held() == [3, 4, 5]
+    assert not store.free_some() and held() == [4, 5], "of the batch after the checkpoint"
+    assert not store.free_some() and held() == [4, 5]
 
 
 def test_dropped_groups_leave_no_tokens_behind(hand: Hand) -> None:

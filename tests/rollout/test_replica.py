@@ -560,9 +560,8 @@ def test_the_failure_of_any_thread_ends_run_with_it(project: Path, where: str) -
     assert isinstance(error, Boom) and str(error) == where
 
 
-def test_work_of_another_version_is_refused(project: Path) -> None:
+def test_work_of_another_version_is_refused(scene: Scene) -> None:
     """Invariant 1: it is given back, not generated; whoever dropped it meanwhile ignores that."""
-    scene = Scene(project / "config.toml")
     scene.ready()
     scene.store.give(work(0, version=V1))
     scene.store.until(lambda: any(report.failed for report in scene.store.reports))

@@ -1,8 +1,8 @@
 """The account of every group and sample that is not yet trained or dropped.
 
 One body of bookkeeping for two drivers: the data store applies these operations inside the SQLite transaction that
-changes the data and writes the rows named in `touched`; the simulator keeps only this. States follow the tables of
-`control.ledger`; an illegal step raises and changes nothing. Events for the manager collect in `events`.
+changes the data and writes the rows of `touched` and `touched_samples`; the simulator keeps only this. States follow
+the tables of `control.ledger`; an illegal step raises and changes nothing. Events for the manager collect in `events`.
 """
 
 from __future__ import annotations
@@ -169,7 +169,8 @@ class Accounts:
         """By source."""
         self.events: list[StoreEvent] = []
         self.touched: set[int] = set()
-        """Groups whose rows have to be written."""
+        self.touched_samples: set[SampleId] = set()
+        """Groups and samples whose rows have to be written."""
 
     # ------------------------------------------------------------ views
 
@@ -336,7 +337,7 @@ class Accounts:
             raise ProtocolError(f"tokens for {sample_id} start at {start}, {s.length} are stored")
         s.length += length
         s.last_version = version or s.version
-        self.touched.add(sample_id.group)
+        self.touched_samples.add(sample_id)
         return True
 
     def finish(self, sample_id: SampleId, owner_epoch: int, length: int, reason: str) -> bool:
@@ -493,6 +494,18 @@ class Accounts:
 
     # ------------------------------------------------------------ cut and train
 
+    @property
+    def _num_parts(self) -> int:
+        return self.settings.num_mini_batches if self.settings.schedule == "stream" else 1
+
+    @property
+    def might_cut(self) -> bool:
+        """False: `cut_next` would have to wait, which is told without a look at the groups."""
+        settings = self.settings
+        if self._num_missing > 0 or (settings.iterations is not None and self.update >= settings.iterations):
+            return False
+        return self.exhausted or self.num_buffered >= settings.groups_per_batch // self._num_parts
+
     def cut_next(self, order: Order) -> Cut | None:
         """Make the next part of batch u if the rules allow it now; None = wait.
 
@@ -500,13 +513,11 @@ class Accounts:
         """
         settings = self.settings
         batch = settings.groups_per_batch
-        num_parts = settings.num_mini_batches if settings.schedule == "stream" else 1
-        if settings.iterations is not None and self.update >= settings.iterations:
+        num_parts = self._num_parts
+        if not self.might_cut:
             return None
         size = batch // num_parts
         empty = batch - self.part * size
-        if self._num_missing > 0 or (self.num_buffered < size and not self.exhausted):
-            return None
         live = list(self.live())
         if self.exhausted and len(live) < empty:
             if settings.last_batch == "drop":
@@ -629,6 +640,7 @@ class Accounts:
             if (g := self.groups.get(group_id)) and g.state in ledger.TERMINAL:
                 del self.groups[group_id]
         self.touched.clear()
+        self.touched_samples.clear()
 
     # ------------------------------------------------------------ steps
 
@@ -638,7 +650,7 @@ class Accounts:
 
     def _sample_step(self, sample: Sample, event: str) -> None:
         sample.state = ledger.step(ledger.SAMPLE, sample.state, event, sample.id)
-        self.touched.add(sample.id.group)
+        self.touched_samples.add(sample.id)
 
     def _group_step(self, group: Group, event: str) -> None:
         before = group.state

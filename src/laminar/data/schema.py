@@ -32,7 +32,7 @@ CREATE TABLE IF NOT EXISTS samples (
 CREATE TABLE IF NOT EXISTS chunks (
     group_id INTEGER NOT NULL, idx INTEGER NOT NULL, start INTEGER NOT NULL, lineage INTEGER NOT NULL,
     version INTEGER NOT NULL, tokens BLOB NOT NULL, logprobs BLOB NOT NULL, mask BLOB NOT NULL,
-    PRIMARY KEY (group_id, idx, start)) WITHOUT ROWID;
+    PRIMARY KEY (group_id, idx, start));
 CREATE TABLE IF NOT EXISTS cuts (
     batch INTEGER NOT NULL, part INTEGER NOT NULL, num_parts INTEGER NOT NULL, groups TEXT NOT NULL,
     trained INTEGER NOT NULL, PRIMARY KEY (batch, part)) WITHOUT ROWID;
@@ -47,6 +47,8 @@ def connect(path: Path) -> sqlite3.Connection:
     """Open for writing, creating the tables. Raises StorageError if the file can't be used."""
     try:
         db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        db.execute("PRAGMA page_size=16384")  # a response of some thousand tokens is a few pages
+        db.execute("PRAGMA secure_delete=OFF")  # some builds overwrite what is deleted, which doubles what is written
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")
         db.executescript(TABLES)
@@ -78,8 +80,7 @@ def set_meta(db: sqlite3.Connection, key: str, value: object) -> None:
 
 
 def save_groups(db: sqlite3.Connection, groups: Iterable[Group]) -> None:
-    """Write the rows of these groups and of all their samples."""
-    groups = list(groups)
+    """Write the rows of these groups; those of their samples are apart, which change far more often."""
     db.executemany(
         "INSERT INTO groups (id, kind, cursor, lineage, version, deadline, state, batch, part, reason, buffered_order) "
         "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET state = excluded.state, "
@@ -90,6 +91,10 @@ def save_groups(db: sqlite3.Connection, groups: Iterable[Group]) -> None:
             for g in groups
         ],
     )
+
+
+def save_samples(db: sqlite3.Connection, samples: Iterable[Sample]) -> None:
+    """Write the rows of these samples."""
     db.executemany(
         "INSERT INTO samples (group_id, idx, state, attempt, owner, incarnation, owner_epoch, lineage, version, "
         "length, finish_reason, reward, reason, staleness_generation) "
@@ -101,8 +106,7 @@ def save_groups(db: sqlite3.Connection, groups: Iterable[Group]) -> None:
         "staleness_generation = excluded.staleness_generation",
         [
             (*s.id, s.state, s.attempt, s.owner, s.incarnation, s.owner_epoch, *s.version, s.length, *_outcome(s))
-            for g in groups
-            for s in g.samples
+            for s in samples
         ],
     )
 

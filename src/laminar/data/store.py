@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -57,6 +58,8 @@ from laminar.types import (
     Work,
 )
 
+FREED_AT_ONCE = 16
+"""Groups whose tokens are deleted in one transaction: those of ten large batches in one would take seconds."""
 KEPT_TEXTS = 1000
 """Groups whose prompt and completion text stays after training."""
 
@@ -98,7 +101,9 @@ class DataStore:
         self._cancel: dict[tuple[str, int], dict[tuple[SampleId, int], None]] = {}
         self._handed: tuple[int, set[int]] = (0, set())
         self._freed_batches = self._freed_texts = 0
-        """Below these, rows have been freed since this start."""
+        """Below these, rows have been freed since this start, or are going to be: those of `_to_free`."""
+        self._to_free: deque[int] = deque()
+        """Groups that no trainer will ask for again."""
         self._failure: BaseException | None = None
         """What broke a transaction off: the account is ahead of the database then, and nothing more is done."""
         self._busy_s: dict[tuple[str, int], float] = {}
@@ -367,7 +372,8 @@ class DataStore:
         cut = self._standing_cut(update, part)
         if cut is None and update > self.accounts.update:
             raise ProtocolError(f"batch {update} was asked for, but {self.accounts.update} is the next to be cut")
-        if cut is None and (update, part) == (self.accounts.update, self.accounts.part):
+        due = (update, part) == (self.accounts.update, self.accounts.part) and self.accounts.might_cut
+        if cut is None and due:
             with self._transaction(durable=True):
                 cut = self.accounts.cut_next(self.order)
                 if cut is not None:
@@ -450,11 +456,19 @@ class DataStore:
             "num_restarted": accounts.num_restarted,
         }
 
+    def free_some(self) -> bool:
+        """Let go of the tokens of some groups that a durable checkpoint holds. Whether there are more."""
+        groups = [self._to_free.popleft() for _ in range(min(FREED_AT_ONCE, len(self._to_free)))]
+        if groups:
+            with self._transaction():
+                schema.free_rows(self.db, groups)
+        return bool(self._to_free)
+
     def _free_rows(self, trained: Trained) -> None:
-        """Tokens are needed until a later checkpoint is durable; texts of old groups go too."""
+        """Tokens are needed until a later checkpoint is durable, and go by and by; texts of old groups go too."""
         batches = self._freed_batches, trained.checkpoint
-        found = self.db.execute("SELECT id FROM groups WHERE batch >= ? AND batch < ?", batches).fetchall()
-        schema.free_rows(self.db, [group for (group,) in found])
+        found = self.db.execute("SELECT id FROM groups WHERE batch >= ? AND batch < ?", batches)
+        self._to_free.extend(group for (group,) in found)
         groups = self._freed_texts, self.accounts.next_group - KEPT_TEXTS
         self.db.execute("UPDATE samples SET completion = NULL WHERE group_id >= ? AND group_id < ?", groups)
         self.db.execute("UPDATE groups SET prompt_text = NULL WHERE id >= ? AND id < ?", groups)
@@ -494,12 +508,13 @@ class DataStore:
     def _flush(self) -> list[dict[str, object]]:
         """Rows and events of the account, into the open transaction. Returns evaluations that are done."""
         accounts = self.accounts
-        if not accounts.touched and not accounts.events:
+        if not (accounts.touched or accounts.touched_samples or accounts.events):
             return []
         events = accounts.drain_events()
         evals = [self._eval_row(e.version) for e in events if isinstance(e, EvalDone)]
         groups = [accounts.groups[g] for g in sorted(accounts.touched)]
         schema.save_groups(self.db, groups)
+        schema.save_samples(self.db, filter(None, map(accounts.sample, sorted(accounts.touched_samples))))
         schema.free_rows(self.db, [g.id for g in groups if g.state in TERMINAL and g.update is None])
         schema.save_counters(self.db, accounts)
         self._put_events(events)

@@ -25,7 +25,7 @@ from laminar.control.events import ReplicaBeat
 from laminar.control.mailbox import Inbox
 from laminar.errors import EngineError, ProtocolError, VersionGone, WeightsError
 from laminar.rollout.engine import Engine, FloatArray, Progress, Request, TokenArray
-from laminar.timing import COALESCE_S
+from laminar.timing import COALESCE_S, together_s
 from laminar.types import (
     Chunk,
     Failure,
@@ -322,6 +322,7 @@ class Replica:
 
     def _exchange_loop(self) -> None:
         interval, sequence = self.config.rollout.stream_interval_s, 0
+        coalesce_s = together_s(self.config.rollout.replicas, COALESCE_S)
         reply: ReplicaReply | None = None
         while True:
             with self._news:
@@ -330,13 +331,16 @@ class Replica:
                 if self._stopping:
                     return
                 idle = not self._held and not self._inbox
-                if not idle and not self._accepted:
-                    self._news.wait_for(lambda: self._stopping or self._unreported_end, timeout=interval)
+                if not idle:
+                    self._news.wait_for(self._something_to_say, timeout=interval)
                     if self._any_generating():
-                        self._news.wait_for(lambda: self._stopping or not self._any_generating(), timeout=COALESCE_S)
+                        self._news.wait_for(lambda: self._stopping or not self._any_generating(), timeout=coalesce_s)
                 sequence += 1
                 report = self._report(sequence, interval if idle and not self._accepted else 0.0)
             reply = self.store.exchange(report)
+
+    def _something_to_say(self) -> bool:
+        return bool(self._stopping or self._unreported_end or self._accepted)
 
     def _any_generating(self) -> bool:
         return any(h.generates for h in self._held.values())

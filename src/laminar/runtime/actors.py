@@ -24,7 +24,8 @@ from laminar.control.events import Beat, DriverEvent, Recovered, ScorerBeat, Sto
 from laminar.control.mailbox import Inbox
 from laminar.run_folder import NODE, RunFolder
 from laminar.runtime.handles import ManagerHandle, RelayManagerHandle, ScoreHandle, StoreHandle
-from laminar.runtime.services import ManagerService, StoreService
+from laminar.runtime.services import EVENTS_WITHIN_S, ManagerService, StoreService
+from laminar.timing import together_s
 from laminar.types import Batch, ReplicaReply, ReplicaReport, ScoreReport, Settings, Trained, UnscoredGroup
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class StoreActor(Actor):
         from laminar.data.open import open_store
 
         store = open_store(self.folder, config, settings, run_clock(origin), anew)
-        self._service = StoreService(store)
+        self._service = StoreService(store, together_s(config.rollout.replicas, EVENTS_WITHIN_S))
         self._opened.set()
         return store.recovered()
 

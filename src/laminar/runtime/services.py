@@ -35,7 +35,10 @@ from laminar.types import Batch, ReplicaReply, ReplicaReport, ScoreReport, Setti
 
 TICK_S = 0.5
 EVENTS_WITHIN_S = 0.005
-"""Store events travel to the manager within this time, in batches."""
+"""Store events travel to the manager within this time, in batches: in a run of few replicas."""
+
+FREE_EVERY_S = 0.05
+"""Between two pieces of what is deleted, so that others come first."""
 
 
 class Pulse:
@@ -190,8 +193,8 @@ Poll = Callable[[StoreEvents, Inbox, float], Awaitable[list[Numbered]]]
 class StoreService:
     """The data store's process: waits for others, tells the manager, obeys it."""
 
-    def __init__(self, store: DataStore) -> None:
-        self.store = store
+    def __init__(self, store: DataStore, events_within_s: float = EVENTS_WITHIN_S) -> None:
+        self.store, self.events_within_s = store, events_within_s
         self.pulse = Pulse()
         self.stopping = False
         self._changes = store.changes
@@ -247,7 +250,15 @@ class StoreService:
         The store stays open after it: others may still be on their way to say what they have done.
         """
         poll_as_this = partial(poll, incarnation)
-        await asyncio.gather(self._tell(poll_as_this), self._listen(poll_as_this))
+        await asyncio.gather(self._tell(poll_as_this), self._listen(poll_as_this), self._free())
+
+    async def _free(self) -> None:
+        """In pieces, with room for everybody's calls between them."""
+        while not self.stopping:
+            if self.store.free_some():
+                await asyncio.sleep(FREE_EVERY_S)
+            else:
+                await self.pulse.wait(TICK_S)
 
     async def _listen(self, poll: Poll) -> None:
         while not self.stopping:
@@ -260,7 +271,7 @@ class StoreService:
             if events.events:
                 told = events.last
                 self._obey(await poll(events, self.store.acked, 0.0))
-                await asyncio.sleep(EVENTS_WITHIN_S)
+                await asyncio.sleep(self.events_within_s)
             else:
                 await self.pulse.wait(TICK_S)
 

@@ -13,10 +13,9 @@ from laminar.errors import ConfigError, RunFailed
 from laminar.sim.plan import Delays, Plan
 from laminar.sim.report import Report, report
 from laminar.sim.world import World
+from laminar.timing import together_s
 
 GPUS_PER_MACHINE = 8
-CALM_REPLICAS, LONGEST_DELAY_S = 32, 0.1
-"""With more and more replicas all talk less often; with so many, news travels together within this time."""
 
 
 def simulate(config: Config, say: Callable[[str], None] = lambda line: None) -> Report:
@@ -82,7 +81,6 @@ def plan_of(config: Config) -> Plan:
     profile, settings, rollout = config.profile, config.settings(), config.rollout
     longest_batch = settings.groups_per_batch * settings.group_size * (profile.prompt_tokens + rollout.max_new_tokens)
     longest_step_s = profile.train_step_s(longest_batch, settings.num_mini_batches, config.train_gpus)
-    together_s = max(Delays().coalesce_s, LONGEST_DELAY_S * min(1.0, rollout.replicas / CALM_REPLICAS))
     looks = settings.repack and settings.schedule == "laminar"
     return Plan(
         # a step of this trainer may take longer than a real run would wait for news
@@ -100,8 +98,8 @@ def plan_of(config: Config) -> Plan:
         spare_slots=config.spare_slots,
         # loads are looked at twice as often as repack does; without it, a tick only says that time passes
         delays=Delays(
-            coalesce_s=together_s,
-            poll_s=together_s,
+            coalesce_s=together_s(rollout.replicas, Delays().coalesce_s),
+            poll_s=together_s(rollout.replicas, Delays().poll_s),
             tick_s=settings.repack_interval_s / 2 if looks else 10.0,
             news_s=rollout.stream_interval_s,
             command_s=config.faults.heartbeat_s,
