@@ -274,14 +274,15 @@ def summary(folder: RunFolder) -> str:
 
 def simulation_chart(steps: Sequence[Step]) -> str:
     """A simulated run by iteration, as SVG."""
-    minutes = [step.began_s / 60 for step in steps] + [steps[-1].ended_s / 60]
+    unit_s, unit = (60, "minutes") if steps[-1].ended_s > 300 else (1, "seconds")
+    times = [step.began_s / unit_s for step in steps] + [steps[-1].ended_s / unit_s]
     figures = {
         "throughput, tokens/s": [step.throughput_tok_s for step in steps],
         "staleness at use, versions": [step.staleness_use for step in steps],
         "KV caches, % full": [100 * step.kv_utilization for step in steps],
     }
     panels = [
-        Panel(title, [Line(list(zip(minutes, [*values, values[-1]], strict=True)))], "minutes", steps=True)
+        Panel(title, [Line(list(zip(times, [*values, values[-1]], strict=True)))], unit, steps=True)
         for title, values in figures.items()
     ]
     return chart(panels, width=640, height=200)
