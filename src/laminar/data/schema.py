@@ -47,7 +47,6 @@ def connect(path: Path) -> sqlite3.Connection:
     """Open for writing, creating the tables. Raises StorageError if the file can't be used."""
     try:
         db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        db.execute("PRAGMA page_size=16384")  # a response of some thousand tokens is a few pages
         db.execute("PRAGMA secure_delete=OFF")  # some builds overwrite what is deleted, which doubles what is written
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")

@@ -323,6 +323,7 @@ class Replica:
     def _exchange_loop(self) -> None:
         interval, sequence = self.config.rollout.stream_interval_s, 0
         coalesce_s = together_s(self.config.rollout.replicas, COALESCE_S)
+        streamed = self.clock()
         reply: ReplicaReply | None = None
         while True:
             with self._news:
@@ -332,11 +333,13 @@ class Replica:
                     return
                 idle = not self._held and not self._inbox
                 if not idle:
-                    self._news.wait_for(self._something_to_say, timeout=interval)
+                    self._news.wait_for(self._something_to_say, timeout=max(0.0, streamed + interval - self.clock()))
                     if self._any_generating():
                         self._news.wait_for(lambda: self._stopping or not self._any_generating(), timeout=coalesce_s)
                 sequence += 1
-                report = self._report(sequence, interval if idle and not self._accepted else 0.0)
+                if stream := self.clock() >= streamed + interval:
+                    streamed = self.clock()
+                report = self._report(sequence, interval if idle and not self._accepted else 0.0, stream)
             reply = self.store.exchange(report)
 
     def _something_to_say(self) -> bool:
@@ -345,12 +348,12 @@ class Replica:
     def _any_generating(self) -> bool:
         return any(h.generates for h in self._held.values())
 
-    def _report(self, sequence: int, wait_s: float) -> ReplicaReport:
-        """All that is new, in the order of samples held."""
+    def _report(self, sequence: int, wait_s: float, stream: bool) -> ReplicaReport:
+        """What has ended or goes elsewhere, and, if it is time to `stream`, all that is new; in the order held."""
         chunks, finished, failed, released = [], [], [], []
         for sample, held in self._held.items():
             epoch = held.work.owner_epoch
-            for version, tokens, logprobs in held.take_new():
+            for version, tokens, logprobs in held.take_new() if stream or not held.generates else ():
                 data = tokens.tobytes(), logprobs.tobytes(), np.ones(len(tokens), np.uint8).tobytes()
                 chunks.append(Chunk(sample, epoch, held.reported, version, *data))
                 held.reported += len(tokens)
