@@ -205,7 +205,8 @@ def test_a_drain_without_anybody_to_take_over_waits_for_the_end() -> None:
 
 
 def test_a_replica_that_drains_is_no_destination() -> None:
-    scene = tail({"r0": 20, "r1": 50}, repack=False)
+    scene = tail({"r0": 20, "r1": 50, "r2": 70}, repack=False)
+    scene.state.replicas["r2"].version = v(3)
     assert len(some(scene.handle(DrainRequested("r0")), Move)) == 1
     assert some(scene.handle(DrainRequested("r1")), Move) == [], "it is bound, and has nobody"
     scene.store(MoveEnded("r0", "r1"))
@@ -225,6 +226,18 @@ def test_a_drain_waits_for_a_grant_that_is_on_its_way() -> None:
 def test_a_drain_of_nobody() -> None:
     scene = Scene()
     assert scene.handle(DrainRequested("r7")) == []
+
+
+def test_of_two_drains_at_once_one_is_refused_if_nobody_would_be_left() -> None:
+    """Found by chaos: each was asked for while the other replica seemed to stay, and the death of one ended the run."""
+    scene = tail({"r0": 20, "r1": 50}, repack=False, max_restarts=2)
+    scene.state.replicas["r1"].version = v(3)
+    scene.handle(DrainRequested("r0"))
+    assert some(scene.handle(DrainRequested("r1")), Move, Remove) == []
+    assert scene.manager.take_notes() == ["replica r0 is being drained", "replica r1 is the last one and stays"]
+    assert scene.state.staying() == ["r1"]
+    replaced = some(scene.handle(ProcessEnded("replica", "r1", 1, "killed")), Replace)
+    assert replaced == [Replace("replica", "r1", 2, "killed")] and scene.manager.ended is None
 
 
 def test_a_replica_that_dies_while_it_drains_does_not_come_back() -> None:
@@ -289,7 +302,8 @@ def test_a_drained_replica_that_leaves_while_it_pulls_is_not_waited_for() -> Non
 
 def test_a_drain_has_a_limit() -> None:
     """What cannot be ended or moved in time is orphaned, and the replica is removed."""
-    scene = tail({"r0": 50}, repack=False, drain_timeout_s=3.0)
+    scene = tail({"r0": 50, "r1": 50}, repack=False, drain_timeout_s=3.0)
+    scene.state.replicas["r1"].version = v(3)
     scene.handle(DrainRequested("r0"))
     commands: list[Command] = []
     while not some(commands, Remove):

@@ -188,11 +188,11 @@ def test_one_version_a_sample_but_under_partial() -> None:
 
 def test_repack_moves_tails_and_pays_for_their_prefill() -> None:
     settings = make_settings(
-        iterations=10, groups_per_batch=8, max_outstanding_groups=24, groups_in_flight=2, repack=True,
+        iterations=10, groups_per_batch=8, max_outstanding_groups=32, groups_in_flight=2, repack=True,
         repack_interval_s=0.5,
     )  # fmt: skip
     slow = replace(TOY, kv_tokens=10_000, train_s_per_iteration=0.0)
-    plan = Plan(settings, slow, replicas=4, replicas_per_machine=8, delays=replace(SMALL, tick_s=0.25))
+    plan = Plan(settings, slow, replicas=2, replicas_per_machine=8, delays=replace(SMALL, tick_s=0.25))
     moved, still = (
         report(ended(replace(plan, settings=replace(settings, repack=on))), 10, 0.0) for on in (True, False)
     )

@@ -47,8 +47,7 @@ def died(state: State, process: Process, cause: str, is_final: bool = False) -> 
     process.state = ledger.step(ledger.PROCESS, process.state, "give up", key)
     why = "it was being drained" if unwanted else f"given up after {settings.max_restarts} restarts"
     state.notes.append(f"{line}{held}; {why}")
-    others = [p for p in state.processes.values() if p.role == "replica" and p.state not in ("stopped", "given up")]
-    if process.role != "replica" or not others:
+    if process.role != "replica" or not state.staying():
         state.fatal = state.fatal or f"{line}, {settings.max_restarts} restarts did not help"
 
 

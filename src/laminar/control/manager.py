@@ -107,8 +107,7 @@ class Manager:
             case ProcessEnded():
                 yield from self._process_ended(event)
             case DrainRequested():
-                if ("replica", event.replica) in state.processes:
-                    moves.begin_drain(state, event.replica)
+                moves.ask_to_leave(state, event.replica)
             case ScaleRequested():
                 yield from moves.scale(state, event.replicas)
             case StopRequested():

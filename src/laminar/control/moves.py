@@ -12,11 +12,8 @@ from laminar.control import ledger
 from laminar.control.commands import CancelMove, Command, Move, Remove, Replace
 from laminar.control.failover import disown, forget_plans
 from laminar.control.repack import RepackLimits, ReplicaLoad, plan_repack
-from laminar.control.state import Process, Replica, State
+from laminar.control.state import Process, Replica, State, replica_number
 from laminar.types import Version
-
-GONE = ("stopped", "given up")
-"""States of a process that does not come back."""
 
 
 def repack(state: State) -> Iterator[Command]:
@@ -41,12 +38,23 @@ def repack(state: State) -> Iterator[Command]:
         yield _move(state, state.replicas[move.source], state.replicas[move.destination], move.reason)
 
 
+def ask_to_leave(state: State, replica_id: str) -> None:
+    """Somebody wants this replica to leave: it is drained, but the last one stays.
+
+    Whoever asks sees the run a moment late; of two who ask at once about the last two, one is refused here.
+    """
+    if state.staying() == [replica_id]:
+        state.notes.append(f"replica {replica_id} is the last one and stays")
+    else:
+        begin_drain(state, replica_id)
+
+
 def begin_drain(state: State, replica_id: str) -> None:
     """From here on this replica is given nothing new; it leaves when it is empty, and is not replaced if it dies.
 
     After `drain_timeout_s` it goes in any case.
     """
-    if state.processes["replica", replica_id].state in GONE or replica_id in state.unwanted:
+    if replica_id not in state.staying():
         return
     state.unwanted[replica_id] = state.now
     if replica := state.replicas.get(replica_id):
@@ -92,31 +100,22 @@ def leave(state: State, replica_id: str) -> Iterator[Command]:
     if replica_id in state.unwanted:
         return
     begin_drain(state, replica_id)
-    if not _staying(state):
+    if not state.staying():
         yield from scale(state, 1)
 
 
 def scale(state: State, wanted: int) -> Iterator[Command]:
     """Start replicas, or drain those with the highest ids, until `wanted` are there to stay."""
-    staying = _staying(state)
+    staying = state.staying()
     for replica_id in staying[wanted:]:
         begin_drain(state, replica_id)
-    taken = [_order(id_)[0] for role, id_ in state.processes if role == "replica"]
+    taken = [replica_number(id_) for role, id_ in state.processes if role == "replica"]
     first = max(taken, default=-1) + 1
     for number in range(first, first + wanted - len(staying)):
         process = Process("replica", f"replica-{number}", 1, heard=state.now, moved=state.now)
         state.processes["replica", process.id] = process
         state.notes.append(f"replica {process.id} joins")
         yield Replace("replica", process.id, process.incarnation, "scaled up")
-
-
-def _staying(state: State) -> list[str]:
-    """Replicas that nobody wants to leave, by number."""
-    return [
-        p.id
-        for (role, _), p in sorted(state.processes.items(), key=lambda item: _order(item[1].id))
-        if role == "replica" and p.state not in GONE and p.id not in state.unwanted
-    ]
 
 
 def cancel_late(state: State) -> Iterator[Command]:
@@ -150,9 +149,3 @@ def _load(state: State, replica: Replica, newest: Version) -> ReplicaLoad:
         num_waiting=load.num_waiting,
         admitting=fresh or replica.activity == "granted" or len(replica.unfinished) > load.num_running,
     )
-
-
-def _order(replica_id: str) -> tuple[int, str]:
-    """Replicas by number, so that replica-10 comes after replica-9."""
-    number = replica_id.rpartition("-")[2]
-    return (int(number) if number.isdigit() else -1, replica_id)

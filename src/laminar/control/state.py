@@ -231,6 +231,15 @@ class State:
             and self.processes["replica", i].state == "alive"
         ]
 
+    def staying(self) -> list[str]:
+        """Replicas that nobody wants to leave and that have not been given up, by number; dead ones come back."""
+        there = [
+            id_
+            for (role, id_), p in self.processes.items()
+            if role == "replica" and p.state not in ("stopped", "given up") and id_ not in self.unwanted
+        ]
+        return sorted(there, key=lambda id_: (replica_number(id_), id_))
+
     # ------------------------------------------------------------ beats
 
     def heard(self, now: float, role: str, id_: str, incarnation: int) -> Process | None:
@@ -474,6 +483,12 @@ class State:
             )
             for (role, id_), p in sorted(self.processes.items())
         )
+
+
+def replica_number(replica_id: str) -> int:
+    """10 of `replica-10`, which comes after replica-9; -1 if there is none."""
+    number = replica_id.rpartition("-")[2]
+    return int(number) if number.isdigit() else -1
 
 
 def _succession(replica_id: str, estate: Estate, now: float) -> str:
