@@ -51,6 +51,8 @@ MORE_ITERATIONS = 5
 """Iterations that a resumed run has to make before it is complete."""
 ENDS_WITHIN_S = 300.0
 """After the last fault. Restarts of several processes included, on a machine that others use too."""
+KEPT_BY_TORCH = "torchinductor_"
+"""A cache of the user's, which is meant to stay."""
 GONE_WITHIN_S = 15.0
 
 
@@ -216,7 +218,8 @@ class Chaos(Command):
 
     def files(self) -> list[Path]:
         slots = self.folder.slots(NODE)
-        return [*self.temporary.iterdir(), *([slots] if slots.exists() else [])]
+        temporary = (path for path in self.temporary.iterdir() if not path.name.startswith(KEPT_BY_TORCH))
+        return [*temporary, *([slots] if slots.exists() else [])]
 
     def account(self, completed: bool) -> Iterator[str]:
         account = reports.ledger(self.folder)
