@@ -45,6 +45,8 @@ class Engine:
     """What the next loads come to."""
     loads: list[Version] = field(default_factory=list)
     poll_error: Exception | None = None
+    meanwhile: Callable[[], object] = lambda: None
+    """Done in each poll before anything is made."""
 
     def add(self, request: Request) -> None:
         if request.sample in self.refuses:
@@ -59,6 +61,7 @@ class Engine:
     def poll(self, timeout_s: float) -> list[Progress]:
         if self.poll_error is not None:
             raise self.poll_error
+        self.meanwhile()
         progress = []
         for sample in list(self.held):
             self.made[sample] += 1
@@ -583,3 +586,35 @@ def test_stop_ends_run_in_the_middle_of_work(project: Path) -> None:
     scene.store.until(lambda: bool(scene.store.tokens(SampleId(0, 0))))
     scene.stop()
     assert scene.error is None
+
+
+# ---------------------------------------------------------------- signs of life
+
+
+@pytest.mark.parametrize("how", ["waits", "computes", "computes for too long"])
+def test_a_step_that_computes_is_slow_and_one_that_does_not_is_stuck(project: Path, how: str) -> None:
+    """The beats go on in any case, so they say whether the engine does: a long prefill is no death."""
+    short = ("faults.suspect_after_s=0.1", "faults.dead_after_s=0.2", "faults.start_timeout_s=0.4")
+    scene = Scene(project / "config.toml", *(short if how == "computes for too long" else ()))
+    entered, go_on = threading.Event(), threading.Event()
+
+    def one_step() -> None:
+        entered.set()
+        while not go_on.is_set():
+            if how == "waits":
+                go_on.wait()
+
+    scene.ready()
+    scene.engine.meanwhile = one_step
+    scene.store.give(work(0))
+    assert entered.wait(WITHIN_S)
+    first = scene.manager.beat_that(lambda beat: beat.state == "generating")
+    if how == "computes":
+        scene.manager.beat_that(lambda beat: beat.step >= first.step + 3)
+    else:
+        began = scene.replica.clock()
+        scene.manager.beat_that(lambda _: scene.replica.clock() - began > 0.5)
+        still = [scene.manager.beat_that(lambda _: True).step for _ in range(8)]
+        assert len(set(still)) == 1
+    go_on.set()
+    scene.stop()

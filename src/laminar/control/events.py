@@ -23,7 +23,7 @@ class ReplicaBeat:
     """`idle`, `generating`, `loading`, `reporting` (what it holds has ended, and the data store is to be told)"""
     version: Version | None
     step: int
-    """The engine's step counter: a beat without progress is not a sign of life."""
+    """Grows while the engine moves: a beat without progress is not a sign of life."""
     load: Load = field(default_factory=Load)
     node: str = ""
     failed_pulls: int = 0

@@ -136,6 +136,8 @@ class Replica:
         self._state = "idle"
         self._beat_now = False
         self._step = 0
+        self._step_began = self.clock()
+        self._moves = 0
         self._failed_pulls = 0
         self._busy_s = 0.0
         self._stopping = False
@@ -145,6 +147,7 @@ class Replica:
 
     def run(self) -> None:
         """Generate until told to stop. Raises what any of the threads raised."""
+        self._engine_clock = time.pthread_getcpuclockid(threading.get_ident())
         threads = [
             threading.Thread(target=self._guarded, args=(body,), name=name, daemon=True)
             for name, body in (("exchange", self._exchange_loop), ("beat", self._beat_loop))
@@ -189,10 +192,10 @@ class Replica:
             with self._news:
                 generating = self._any_generating()
             if generating:
-                began = self.clock()
+                self._step_began = self.clock()
                 progress = self.engine.poll(self.config.rollout.stream_interval_s)
                 with self._news:
-                    self._busy_s += self.clock() - began
+                    self._busy_s += self.clock() - self._step_began
                     self._step += 1
                     self._load_seen = self.engine.load()
                     self._record(progress)
@@ -418,11 +421,21 @@ class Replica:
                 idle = self._state == "idle" and self._pull is None
                 reports = self._state == "generating" and not self._inbox and not self._any_generating()
                 beat = ReplicaBeat(
-                    self.name, self.incarnation, "reporting" if reports else self._state, self._version, self._step,
+                    self.name, self.incarnation, "reporting" if reports else self._state, self._version, self._moved(),
                     self._load_seen, self.node, self._failed_pulls, self._pulling, self.leaving.is_set(),
                 )  # fmt: skip
             for command in inbox.take(self.manager.beat(beat, inbox, period if idle else 0.0)):
                 self._obey(command)
+
+    def _moved(self) -> int:
+        """Grows while the engine moves: steps that have ended, and tenths of a second that its thread has computed.
+
+        A step of a large model on a busy machine may take longer than `dead_after_s`, which is no reason to begin all
+        of its samples anew elsewhere. What has computed for `start_timeout_s` without an end is stuck, too.
+        """
+        if self.clock() - self._step_began < self.config.faults.start_timeout_s:
+            self._moves = self._step + int(10 * time.clock_gettime(self._engine_clock))
+        return self._moves
 
     def _obey(self, command: Command) -> None:
         with self._news:
