@@ -180,7 +180,7 @@ def generator() -> Iterator[float]:
         ([None, 1.0], [None, 1.0]),
         ([None, None], [None, None]),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_shapes_that_are_believed(returned: Any, expected: list[float | None]) -> None:
     """Fault 20: None and numpy numbers are fine."""
@@ -217,7 +217,7 @@ def raising_generator() -> Iterator[float]:
         ([[1.0], 0.0], ["finite numbers or None", "list [1.0] for completion 0"]),
         (raising_generator, ["raised KeyError: 'late'", "in raising_generator"]),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_shapes_that_are_failures(returned: Any, expected: list[str]) -> None:
     """Fault 20: the error names the function, what was expected and what came."""
