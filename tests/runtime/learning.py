@@ -1,7 +1,7 @@
 """Training runs of which it is known beforehand whether they may learn: the sort task, one reason changed at a time.
 
-`python -m tests.runtime.learning OUT.json --seeds 0 1 2` trains all of them, one after the other, and writes their curves
-after each; one that is there already is not trained again.
+`python -m tests.runtime.learning OUT.json --seeds 0 1 2` trains all of them, one after the other, and writes their
+curves after each; one that is there already is not trained again.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ COMMON = (
     *(f"train.checkpoint_every={10 * ITERATIONS}", "rollout.exact=false", "report_to=[]"),
 )
 LAGGING = ("max_staleness=4", "rollout.admission=fresh", "rollout.max_in_flight=192", "rollout.max_num_seqs=192")
-"""Three batches in the engine and the rest in the buffer, which is used oldest first: what is trained is as old as it may
-be. The staleness in the metrics is the proof."""
+"""Three batches in the engine and the rest in the buffer, which is used oldest first: what is trained is as old as it
+may be. The staleness in the metrics is the proof."""
 
 VARIANTS = {
     "lag 0": ("max_staleness=0",),

@@ -1,8 +1,7 @@
-"""Rewards rise because of what is learned: training that may not learn does not, and staleness is paid for by the weight."""
+"""Rewards rise because of what is learned: what may not learn does not, and the importance weight makes up for lag."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from statistics import fmean
 
 import pytest
