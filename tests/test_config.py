@@ -278,6 +278,7 @@ GOOD_VALUES = {
     "rollout.max_in_flight": [16],
     "rollout.batches_in_flight": [1.5],
     "rollout.stream_interval_s": [0.1],
+    "rollout.engine_retries": [0],
     "train.algorithm": ["grpo"],
     "train.advantage": ["/own.py:advantage"],
     "train.loss": ["installed.module:loss"],

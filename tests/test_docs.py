@@ -22,6 +22,7 @@ from laminar.control.commands import Issue
 from laminar.data.prompts import Drawn
 from laminar.data.samplers import fifo
 from laminar.data.store import DataStore
+from laminar.errors import FAILURES
 from laminar.trainer.loop import TrainerLoop
 from laminar.trainer.torch_backend import TorchBackend
 from laminar.types import Chunk, Finish, GroupScore, MemberScore, ReplicaReport, ScoreReport, Version
@@ -87,6 +88,31 @@ def cited(word: str) -> set[str]:
             for numbers in re.findall(rf"\b{word} (\d+(?:(?:, | and |, and )\d+)*)", path.read_text(), re.IGNORECASE):
                 found.update(re.findall(r"\d+", numbers))
     return found
+
+
+# ---------------------------------------------------------------- failures
+
+
+def test_the_table_of_failures_is_that_of_the_code() -> None:
+    """Boundary, policy, key with its default, counter and reasons; no reason that protocol.md does not have."""
+    _, _, rest = (DOCS / "faults.md").read_text().partition("\n## What fails at which boundary\n")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in rest.splitlines() if line.startswith("| ")]
+    known = leaves(Config)
+    expected = [
+        [
+            boundary,
+            kind.policy,
+            "–" if kind.key is None else f"`{kind.key} = {json.dumps(known[kind.key].default)}`",
+            f"`failures/{boundary}`" if kind.reasons else "–",
+            ", ".join(f"`{reason}`" for reason in kind.reasons) or "–",
+        ]
+        for boundary, kind in FAILURES.items()
+    ]
+    assert rows[2 : 2 + len(FAILURES)] == expected
+    drops = (DOCS / "protocol.md").read_text().partition("\n## Drops\n")[2].partition("\n**Evaluation**")[0]
+    assert {f"`{reason}`" for kind in FAILURES.values() for reason in kind.reasons} <= set(
+        re.findall("`[a-z_]+`", drops)
+    )
 
 
 # ---------------------------------------------------------------- names
@@ -215,7 +241,9 @@ def documented_keys(heading: str) -> set[str]:
 
 def written_keys(path: Path) -> set[str]:
     (row,) = map(json.loads, path.read_text().splitlines())
-    return {re.sub("^logged/.*", "logged/<name>", re.sub("^rewards/.*", "rewards/<function>", key)) for key in row}
+    words = {"rewards": "function", "logged": "name", "failures": "boundary", "deaths": "role"}
+    prefixes = {key: key.partition("/")[0] for key in row}
+    return {f"{prefix}/<{words[prefix]}>" if prefix in words else key for key, prefix in prefixes.items()}
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "eval.jsonl"])
@@ -241,6 +269,8 @@ def test_numbers_of_a_row_are_those_of_its_batch(run_folder: Path) -> None:
         "kl_ref": None,
         "kl_old": 0.0,
         "num_dropped": 0,
+        "failures/engine": 0,
+        "deaths/replica": 0,
     }
     assert {key: row[key] for key in expected} == expected
     assert row["samples_per_s"] == row["num_samples"] / row["iteration_s"]

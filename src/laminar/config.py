@@ -168,6 +168,9 @@ class RolloutConfig(_Section):
         "bound but `max_in_flight`, or 1 without one.",
     )
     stream_interval_s: float = Field(1.0, gt=0, description="How often a replica streams new tokens to the data store.")
+    engine_retries: int = Field(
+        2, ge=0, description="How often a sample begins anew after an engine error, before the next one drops it."
+    )
 
 
 class TrainConfig(_Section):
@@ -420,6 +423,7 @@ class Config(_Section):
             groups_in_flight=self.groups_in_flight,
             last_batch=self.data.last_batch,
             drop_zero_variance=self.train.drop_zero_variance,
+            engine_retries=self.rollout.engine_retries,
             admission=self.rollout.admission,
             repack=self.rollout.repack,
             repack_interval_s=self.rollout.repack_interval_s,

@@ -6,6 +6,9 @@ Everything else that escapes is a fault of the run.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 
 class LaminarError(Exception):
     """Base of all errors that Laminar raises on purpose."""
@@ -79,3 +82,39 @@ class IllegalTransition(ProtocolError):
 
 class RunFailed(LaminarError):
     """The run can't go on. The message is for the user; details are in `logs/`."""
+
+
+# ---------------------------------------------------------------- failures as data
+
+
+@dataclass(frozen=True, slots=True)
+class FailureKind:
+    """What goes wrong at one boundary of a run, and what is done about it: a row of the table in docs/faults.md."""
+
+    policy: str
+    """`retry n, then drop`, `drop`, `fail`, or a choice of them"""
+    key: str | None
+    """That sets the policy, or how often it is tried again."""
+    reasons: tuple[str, ...] = ()
+    """Of the drops in the ledger; none where nothing is dropped."""
+
+
+FAILURES: Mapping[str, FailureKind] = {
+    "prompt": FailureKind("drop, truncate or fail", "data.overlong_prompt", ("prompt_overlong",)),
+    "engine": FailureKind("retry n, then drop", "rollout.engine_retries", ("engine_error",)),
+    "reward": FailureKind(
+        "retry once, then drop, fail or a reward",
+        "reward.on_failure",
+        ("reward_error", "reward_timeout", "reward_none"),
+    ),
+    "weights": FailureKind("retry once, then fail; drop an evaluation", None, ("version_gone",)),
+    "trainer": FailureKind("retry once, then drop", None, ("trainer_error",)),
+    "storage": FailureKind("fail", None),
+    "control": FailureKind("retry n, then fail; drop an evaluation", "faults.max_restarts", ("interrupted",)),
+}
+"""By the boundary that was crossed. Other reasons of the ledger are no failures: they follow from one (a group that has
+become too small), from a filter, or from the end of the run. Those with reasons are counted, `failures/<boundary>` in
+the metrics."""
+
+BOUNDARY: Mapping[str, str] = {reason: name for name, kind in FAILURES.items() for reason in kind.reasons}
+"""The boundary of each reason that is a failure."""

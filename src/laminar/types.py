@@ -29,6 +29,9 @@ class SampleId(NamedTuple):
     index: int  # type: ignore[assignment]  # hides tuple.index, which nobody calls on an id
 
 
+ROLES = ("replica", "trainer", "relay", "scorer", "datastore", "manager")
+"""Of the processes that may die and be replaced."""
+
 TRAINER_SLOTS = 4
 """Weight slots of a machine that readers must leave: being written, newest, being checked, being sent."""
 
@@ -110,7 +113,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A trajectory that its owner could not finish."""
+    """A trajectory that its owner could not finish: it begins anew with another attempt, or is dropped."""
 
     sample: SampleId
     owner_epoch: int
@@ -294,6 +297,8 @@ class Settings:
     """whole groups that a replica takes at a time"""
     last_batch: str = "train"
     drop_zero_variance: bool = False
+    engine_retries: int = 0
+    """Attempts after the first that a sample has before an engine error drops it"""
     eval_groups: int = 0
     """size of one evaluation, in groups; 0 = no evaluation"""
     eval_every: int | None = None

@@ -127,6 +127,59 @@ def test_an_orphaned_owner_is_refused_whatever_it_says() -> None:
     assert s is not None and (s.state, s.owner, s.owner_epoch, s.length) == ("orphan", None, 1, 3)
 
 
+# ---------------------------------------------------------------- failures of an engine
+
+
+@pytest.mark.parametrize("retries", [0, 1, 3])
+def test_a_sample_that_its_engine_fails_begins_anew_and_is_dropped_in_the_end(retries: int) -> None:
+    """Fault 4: `1 + engine_retries` attempts, each as an orphan without tokens; each failure is counted."""
+    accounts = account(engine_retries=retries, min_group_size=1)
+    for attempt in range(retries):
+        epoch = owner(accounts, A)[2]
+        assert accounts.fail(A, epoch, "engine_error")
+        assert not accounts.fail(A, epoch, "engine_error"), "a repeat of the report"
+        s = accounts.sample(A)
+        assert s is not None and (s.state, s.owner, s.attempt, s.length) == ("orphan", None, attempt + 1, 0)
+        assert told(accounts, Orphaned) == [Orphaned((A,), V0, 1)]
+        assert [s.id for s in accounts.adopt("r1", 1, V0, [A])] == [A]
+        assert accounts.append(A, owner(accounts, A)[2], 0, 2)
+    assert not accounts.fail(A, owner(accounts, A)[2], "engine_error")
+    s = accounts.sample(A)
+    assert s is not None and (s.state, s.reason) == ("dropped", "engine_error")
+    assert accounts.groups[0].state == "issued", "its sibling goes on"
+    assert accounts.failures["engine"] == retries + 1 and accounts.num_retried == retries
+    assert accounts.dropped == {"engine_error": 1}
+
+
+def test_a_failure_in_a_move_ends_the_move() -> None:
+    """The source has nothing more of it to let go of."""
+    accounts = account(engine_retries=1)
+    accounts.move("r0", 1, "r1", 1, V0)
+    accounts.release(A, 0)
+    assert accounts.fail(B, 0, "engine_error")
+    assert not accounts.moves and accounts.release(B, 0) is None
+    assert owner(accounts, A)[0] == "r1" and owner(accounts, B)[0] is None
+
+
+def test_what_has_ended_does_not_fail_any_more() -> None:
+    """Fault 14: and what was called off neither."""
+    accounts = account(engine_retries=1, min_group_size=1)
+    assert accounts.finish(A, 0, 3, "stop") and accounts.drop(B, "interrupted")
+    assert not accounts.fail(A, 0, "engine_error") and not accounts.fail(B, 0, "engine_error")
+    assert accounts.failures["engine"] == 0
+
+
+def test_each_reason_is_counted_at_its_boundary() -> None:
+    """A reward that a policy set in place of a failure counts too; what follows from a failure does not."""
+    accounts = account(2, min_group_size=1)
+    for sample in (A, B):
+        accounts.finish(sample, 0, 3, "stop")
+    accounts.score(A, 0, -1.0, "reward_error")
+    accounts.score(B, 0, None, "reward_timeout")
+    accounts.drop_group(accounts.groups[1], "prompt_overlong")
+    assert accounts.failures == dict.fromkeys(accounts.failures, 0) | {"reward": 2, "prompt": 2}
+
+
 # ---------------------------------------------------------------- adoption and restart
 
 

@@ -70,6 +70,7 @@ VALUES: tuple[Any, ...] = (
     commands.GiveUpEval(V, "gone"),
     commands.GiveUpCut(2, "the trainer died on it twice"),
     commands.GiveUpCut(3, "twice"),
+    commands.NoteDeaths((("relay", 1), ("replica", 2))),
     commands.Complete("done"),
     commands.Keep("relay", (V, W), "live"),
     commands.Links("relay-1", "relay-0", None, 3),

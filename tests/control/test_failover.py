@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from laminar.control.commands import Adopt, Command, EndRun, Issue, Orphan, Pull, Replace, Restart
+from laminar.control.commands import Adopt, Command, EndRun, Issue, NoteDeaths, Orphan, Pull, Replace, Restart
 from laminar.control.events import (
     Adopted,
     Buffered,
@@ -17,6 +17,7 @@ from laminar.control.events import (
     ReplicaBeat,
     TrainerBeat,
 )
+from laminar.control.manager import Manager
 from laminar.types import SampleId, Version
 from tests.control.scene import Scene, samples, v
 
@@ -93,6 +94,31 @@ def test_a_replica_is_given_up_after_so_many_restarts(max_restarts: int, deaths:
     assert scene.manager.take_notes()[-1].endswith(f"given up after {max_restarts} restarts")
     scene.beat("r1", 0)
     assert scene.state.num_replicas == 1, "waves do not wait for it"
+
+
+def test_deaths_are_told_when_their_number_changes() -> None:
+    """By role, all of this start; a manager that takes over says once more what it was told."""
+    scene = Scene(2, max_restarts=3)
+    scene.ready()
+    told = [
+        some(scene.handle(ProcessEnded(role, id_, n, "boom")), NoteDeaths)
+        for role, id_, n in [
+            ("replica", "r0", 1),
+            ("replica", "r0", 1),
+            ("replica", "r1", 1),
+            ("trainer", "trainer", 1),
+        ]
+    ]
+    assert told == [
+        [NoteDeaths((("replica", 1),))],
+        [],
+        [NoteDeaths((("replica", 2),))],
+        [NoteDeaths((("replica", 2), ("trainer", 1)))],
+    ]
+    assert some(scene.tick(), NoteDeaths) == []
+    again = Manager(scene.manager.settings)
+    commands = again.handle(scene.now, Recovered(2, processes=scene.state.seen()))
+    assert some(commands, NoteDeaths) == [NoteDeaths((("replica", 2), ("trainer", 1)))]
 
 
 def test_without_its_last_replica_the_run_fails() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laminar.control.accounts import FIRST_EVAL
-from laminar.control.commands import Complete, GiveUpEval, Restart
+from laminar.control.commands import Adopt, Complete, GiveUpEval, NoteDeaths, Restart
 from laminar.control.events import (
     Buffered,
     CutMade,
@@ -576,6 +576,43 @@ def test_drops_are_in_one_metrics_row_each(tmp_path: Path) -> None:
         hand.train(life)
         store.close()
     assert [row["num_dropped"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [2, 2, 2]
+
+
+def test_an_engine_error_is_another_attempt_with_other_tokens(tmp_path: Path) -> None:
+    """Fault 16: what the first attempt had streamed is gone, the next one is adopted, and the second error drops it."""
+    settings = make_settings(engine_retries=1, min_group_size=1, max_outstanding_groups=8, max_staleness=None)
+    store = open_store(tmp_path, settings)
+    hand = Hand(store)
+    first, other = hand.issue(1)
+    hand.exchange(chunks=(chunk(first, 3),), failed=(Failure(first.sample, 0, "engine_error", "broken"),))
+    assert len(stored(store, first.sample)) == 0
+    store = hand.store = open_store(tmp_path, settings, anew=False)
+    apply(store, [Adopt("r0", 1, V0, (first.sample,), "")])
+    (again,) = hand.take()
+    assert (again.sample, again.attempt, again.response) == (first.sample, 1, b"") and again.owner_epoch > 0
+    hand.exchange(chunks=(chunk(again, 2),), failed=(Failure(again.sample, again.owner_epoch, "engine_error", ""),))
+    assert reasons(store) == {"engine_error": 1}
+    hand.finish([other])
+    hand.score()
+    hand.make(1)
+    hand.train(0)
+    (row,) = read_jsonl(tmp_path / "metrics.jsonl")
+    assert (row["num_samples"], row["num_retried"], row["failures/engine"], row["failures/reward"]) == (3, 1, 2, 0)
+
+
+def test_deaths_are_in_one_metrics_row_each(tmp_path: Path) -> None:
+    """The manager says all of a start, also again; the starts before are remembered."""
+    settings = make_settings(iterations=4, max_outstanding_groups=8, max_staleness=None)
+    for life in range(2):
+        store = open_store(tmp_path, settings)
+        hand = Hand(store, incarnation=life + 1)
+        for update, deaths in enumerate([(("replica", 2),), (("replica", 2), ("trainer", 1))]):
+            apply(store, [NoteDeaths(deaths[:1]), NoteDeaths(deaths), NoteDeaths(deaths)])
+            store = hand.store = open_store(tmp_path, settings, anew=False)
+            hand.make(2)
+            hand.train(2 * life + update)
+    rows = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [(row["deaths/replica"], row["deaths/trainer"]) for row in rows] == [(2, 0), (0, 1)] * 2
 
 
 def test_two_stores_of_one_run_do_not_mix(hand: Hand, tmp_path: Path, settings: Settings) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import queue
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,78 +15,15 @@ from laminar.config import load
 from laminar.control.commands import Command, Issue, Numbered, Pull, Stop
 from laminar.control.events import ReplicaBeat
 from laminar.control.mailbox import Inbox
-from laminar.errors import EngineError, ProtocolError, VersionGone, WeightsError
-from laminar.rollout.engine import Progress, Request
+from laminar.errors import ProtocolError, VersionGone, WeightsError
+from laminar.rollout.engine import Progress
 from laminar.rollout.replica import Replica
-from laminar.types import Load, ReplicaReply, ReplicaReport, SampleId, SlotRef, Version, Work
+from laminar.types import ReplicaReply, ReplicaReport, SampleId, SlotRef, Version, Work
+from tests.rollout.scripted import Boom, ScriptedEngine
 
 WITHIN_S = 20.0
 """Deadline of every wait here."""
 V0, V1 = Version(0, 0), Version(0, 1)
-
-
-class Boom(Exception):
-    """A fault of the test's own making."""
-
-
-@dataclass
-class Engine:
-    """Makes a token a poll for every request that has been let go on; ends it when its script says so."""
-
-    loaded: SlotRef | None = None
-    held: dict[SampleId, Request] = field(default_factory=dict)
-    made: dict[SampleId, int] = field(default_factory=dict)
-    lengths: dict[SampleId, int] = field(default_factory=dict)
-    """Tokens after which a sample ends; without an entry it goes on for ever; with a 0 it ends now."""
-    refuses: set[SampleId] = field(default_factory=set)
-    released: list[SampleId] = field(default_factory=list)
-    load_results: list[Exception | None] = field(default_factory=list)
-    """What the next loads come to."""
-    loads: list[Version] = field(default_factory=list)
-    poll_error: Exception | None = None
-    meanwhile: Callable[[], object] = lambda: None
-    """Done in each poll before anything is made."""
-
-    def add(self, request: Request) -> None:
-        if request.sample in self.refuses:
-            raise EngineError("it can never fit")
-        self.held[request.sample], self.made[request.sample] = request, len(request.response)
-
-    def release(self, samples: Collection[SampleId]) -> None:
-        self.released += samples
-        for sample in samples:
-            self.held.pop(sample, None)
-
-    def poll(self, timeout_s: float) -> list[Progress]:
-        if self.poll_error is not None:
-            raise self.poll_error
-        self.meanwhile()
-        progress = []
-        for sample in list(self.held):
-            self.made[sample] += 1
-            token = np.array([self.made[sample]], np.int32)
-            ended = self.made[sample] >= self.lengths.get(sample, 10**9)
-            progress.append(Progress(sample, token, -token.astype(np.float32), "stop" if ended else None))
-            if ended:
-                del self.held[sample]
-        return progress
-
-    def interrupt(self) -> None:
-        return
-
-    def load(self) -> Load:
-        return Load(num_running=len(self.held))
-
-    def load_weights(self, ref: SlotRef) -> None:
-        assert not self.held
-        self.loads.append(ref.version)
-        result = self.load_results.pop(0) if self.load_results else None
-        if result is not None:
-            raise result
-        self.loaded = ref
-
-    def golden(self) -> np.ndarray:
-        return np.zeros(63, np.float32)
 
 
 class Store:
@@ -196,7 +132,7 @@ class Scene:
     """A replica that runs in a thread of its own."""
 
     def __init__(self, config: Path, *overrides: str) -> None:
-        self.engine, self.store, self.manager, self.shelf = Engine(), Store(), Manager(), Shelf(V0, V1)
+        self.engine, self.store, self.manager, self.shelf = ScriptedEngine(), Store(), Manager(), Shelf(V0, V1)
         resolved = load(config, ["faults.heartbeat_s=0.05", "rollout.stream_interval_s=0.02", *overrides])
         self.replica = Replica("r0", 1, "n", self.engine, self.shelf, self.store, self.manager, resolved)
         self.error: BaseException | None = None
@@ -551,7 +487,7 @@ def test_the_failure_of_any_thread_ends_run_with_it(project: Path, where: str) -
     scene = Scene(project / "config.toml")
     scene.ready()
     if where == "engine":
-        scene.engine.poll_error = Boom("engine")
+        scene.engine.die_at = 1
         scene.store.give(work(0))
     elif where == "store":
         with scene.store.news:
@@ -588,33 +524,148 @@ def test_stop_ends_run_in_the_middle_of_work(project: Path) -> None:
     assert scene.error is None
 
 
-# ---------------------------------------------------------------- signs of life
+# ---------------------------------------------------------------- engines that misbehave
 
 
-@pytest.mark.parametrize("how", ["waits", "computes", "computes for too long"])
-def test_a_step_that_computes_is_slow_and_one_that_does_not_is_stuck(project: Path, how: str) -> None:
-    """The beats go on in any case, so they say whether the engine does: a long prefill is no death."""
-    short = ("faults.suspect_after_s=0.1", "faults.dead_after_s=0.2", "faults.start_timeout_s=0.4")
-    scene = Scene(project / "config.toml", *(short if how == "computes for too long" else ()))
-    entered, go_on = threading.Event(), threading.Event()
+def until_reports(scene: Scene, more: int) -> None:
+    """Until the store has heard so many further reports."""
+    told = len(scene.store.reports)
+    scene.store.until(lambda: len(scene.store.reports) > told + more)
 
-    def one_step() -> None:
-        entered.set()
-        while not go_on.is_set():
-            if how == "waits":
-                go_on.wait()
 
+def test_an_engine_that_dies_leaves_what_was_streamed(project: Path) -> None:
+    """Faults 2 and 5: its error ends the replica; tokens that were acknowledged before are with the store."""
+    scene = Scene(project / "config.toml")
     scene.ready()
-    scene.engine.meanwhile = one_step
+    item = work(0)
+    scene.store.give(item)
+    scene.store.until(lambda: len(scene.store.tokens(item.sample)) > 3)
+    scene.engine.die_at = 1
+    error = scene.ended()
+    assert isinstance(error, Boom) and str(error) == "engine"
+    kept = scene.store.tokens(item.sample)
+    assert kept == list(range(1, len(kept) + 1)) and scene.store.finished() == []
+
+
+def test_an_engine_that_hangs_is_seen_by_its_step(scene: Scene) -> None:
+    """Fault 1: the replica beats on, with work and without a step, which is what the manager takes for a death."""
+    scene.ready()
     scene.store.give(work(0))
-    assert entered.wait(WITHIN_S)
+    scene.store.until(lambda: bool(scene.store.tokens(SampleId(0, 0))))
+    scene.engine.hang_at = 1
+    polls = scene.engine.polls + 1
+    stuck = scene.manager.beat_that(lambda b: b.step >= polls - 1 and scene.engine.polls == polls)
+    for _ in range(3):
+        beat = scene.manager.beat_that(lambda b: True)
+        assert (beat.state, beat.version) == ("generating", V0) and beat.step <= stuck.step + 1
+    scene.engine.hang_at = None
+    scene.engine.let_go.set()
+    scene.manager.beat_that(lambda b: b.step > polls)
+
+
+def test_a_slow_engine_is_no_stuck_one(scene: Scene) -> None:
+    """Its step moves on, whether or not there is a token."""
+    scene.engine.slow = 10**9
+    scene.ready()
+    item = work(0)
+    scene.engine.lengths[item.sample] = 3
+    scene.store.give(item)
+    first = scene.manager.beat_that(lambda b: b.step > 0)
+    scene.manager.beat_that(lambda b: b.step > first.step and b.state == "generating")
+    assert scene.store.tokens(item.sample) == []
+    scene.engine.slow = 7
+    scene.store.until(lambda: bool(scene.store.finished()))
+    assert scene.store.tokens(item.sample) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "logprobs", "problem"),
+    [
+        ([2], [float("nan")], "a log-prob is not finite"),
+        ([2], [float("-inf")], "a log-prob is not finite"),
+        ([-1], [-1.0], "token -1"),
+        ([2, 3], [-1.0], "2 tokens with 1 log-probs"),
+    ],
+)
+def test_garbage_is_a_failure_and_no_training_row(
+    scene: Scene, tokens: list[int], logprobs: list[float], problem: str
+) -> None:
+    """Fault 17, invariant 3: the sample fails, none of it is stored as if it were good, and the others go on."""
+    scene.ready()
+    bad, good = work(0), work(1)
+    scene.engine.garbage[bad.sample] = Progress(
+        bad.sample, np.array(tokens, np.int32), np.array(logprobs, np.float32), "stop"
+    )
+    scene.engine.lengths[good.sample] = 5
+    scene.store.give(bad, good)
+    scene.store.until(lambda: bool(scene.store.finished()) and any(r.failed for r in scene.store.reports))
+    (failure,) = [f for r in scene.store.reports for f in r.failed]
+    assert (failure.sample, failure.reason) == (bad.sample, "engine_error") and problem in failure.message
+    assert scene.store.tokens(bad.sample) in ([], [1]) and scene.store.finished() == [good.sample]
+    assert bad.sample in scene.engine.released and bad.sample not in scene.engine.held
+
+
+def test_an_engine_that_ignores_new_weights_ends_the_replica(project: Path) -> None:
+    """Fault 22: it acknowledges the load and keeps what it had. No beat says that it holds the new version."""
+    scene = Scene(project / "config.toml")
+    scene.ready()
+    scene.engine.ignore_weights = True
+    scene.pull(V1)
+    error = scene.ended()
+    assert isinstance(error, WeightsError) and "version 1" in str(error) and "version 0" in str(error)
+    assert scene.engine.loads == [V0, V1, V1]
+    while not scene.manager.beats.empty():
+        assert scene.manager.beats.get().version != V1
+
+
+def test_what_comes_after_the_end_is_not_heard(scene: Scene) -> None:
+    """Fault 14: more tokens and another finish of a sample that has ended, or that another replica has now."""
+    scene.ready()
+    scene.engine.late = True
+    ended, gone, stays = work(0), work(1), work(2)
+    scene.engine.lengths[ended.sample] = 2
+    scene.store.give(ended, gone, stays)
+    scene.store.until(lambda: bool(scene.store.finished()) and bool(scene.store.tokens(gone.sample)))
+    scene.store.take_from(gone)
+    scene.store.until(lambda: bool(released(scene)))
+    kept = scene.store.tokens(gone.sample)
+    until_reports(scene, 3)
+    assert scene.store.finished() == [ended.sample] and scene.store.tokens(ended.sample) == [1, 2]
+    assert released(scene) == [(gone.sample, 0)] and scene.store.tokens(gone.sample) == kept
+    assert scene.engine.made[ended.sample] == 3 and scene.engine.made[gone.sample] == len(kept) + 1, "it was said"
+    scene.engine.lengths[stays.sample] = 0
+    scene.store.until(lambda: stays.sample in scene.store.finished())
+
+
+@pytest.mark.parametrize("how", ["called off", "moved"])
+def test_an_engine_that_can_not_let_go_ends_the_replica(project: Path, how: str) -> None:
+    """Fault 15: what it holds is unknown then, so it dies, and others go on with all of it."""
+    scene = Scene(project / "config.toml")
+    scene.ready()
+    item = work(0)
+    scene.store.give(item)
+    scene.store.until(lambda: bool(scene.store.tokens(item.sample)))
+    scene.engine.abort_raises = True
+    (scene.store.call_off if how == "called off" else scene.store.take_from)(item)
+    error = scene.ended()
+    assert isinstance(error, Boom) and str(error) == "can't be taken back"
+    assert scene.store.finished() == []
+
+
+@pytest.mark.parametrize("too_long", [False, True])
+def test_a_step_that_computes_is_slow_and_not_stuck(project: Path, too_long: bool) -> None:
+    """A long prefill on a busy machine is no death; what computes for `start_timeout_s` is."""
+    short = ("faults.suspect_after_s=0.1", "faults.dead_after_s=0.2", "faults.start_timeout_s=0.4")
+    scene = Scene(project / "config.toml", *(short if too_long else ()))
+    scene.ready()
+    scene.engine.busy = threading.Event()
+    scene.store.give(work(0))
     first = scene.manager.beat_that(lambda beat: beat.state == "generating")
-    if how == "computes":
-        scene.manager.beat_that(lambda beat: beat.step >= first.step + 3)
-    else:
+    if too_long:
         began = scene.replica.clock()
         scene.manager.beat_that(lambda _: scene.replica.clock() - began > 0.5)
-        still = [scene.manager.beat_that(lambda _: True).step for _ in range(8)]
-        assert len(set(still)) == 1
-    go_on.set()
+        assert len({scene.manager.beat_that(lambda _: True).step for _ in range(8)}) == 1
+    else:
+        scene.manager.beat_that(lambda beat: beat.step >= first.step + 3)
+    scene.engine.busy.set()
     scene.stop()

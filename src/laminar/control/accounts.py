@@ -29,7 +29,7 @@ from laminar.control.events import (
     StoreEvent,
 )
 from laminar.control.mailbox import Inbox
-from laminar.errors import ProtocolError
+from laminar.errors import BOUNDARY, ProtocolError
 from laminar.types import SampleId, Settings, Version
 
 
@@ -161,6 +161,14 @@ class Accounts:
         self.eval_rounds: dict[Version, EvalRound] = {}
         self.dropped: Counter[str] = Counter()
         """Samples of training groups dropped, by reason."""
+        self.failures: dict[str, int] = dict.fromkeys(BOUNDARY.values(), 0)
+        """By the boundary crossed: samples dropped, begun anew or given a reward for it, those of evaluations too."""
+        self.num_retried = 0
+        """Attempts that were begun because an engine had failed on the one before."""
+        self.deaths: dict[str, int] = {}
+        """Deaths of processes by role, those that the manager of this start knows of."""
+        self.earlier_deaths: dict[str, int] = {}
+        """The same, of the starts before."""
         self.num_moved = self.num_adopted = self.num_restarted = 0
         """Changes of hands so far, in samples: between live replicas, of orphans, and of orphans begun anew."""
         self.cancelled: list[tuple[str, int, SampleId, int]] = []
@@ -216,6 +224,15 @@ class Accounts:
             if sample.state != "orphan":
                 self.orphan(sample)
         self.eval_rounds.clear()
+        self.earlier_deaths, self.deaths = self.all_deaths(), {}
+
+    def note_deaths(self, deaths: Iterable[tuple[str, int]]) -> None:
+        """Deaths by role since this start: all of them each time, so that it may be said twice."""
+        self.deaths = dict(deaths)
+
+    def all_deaths(self) -> dict[str, int]:
+        """Deaths of processes by role, of all starts of the run."""
+        return dict(Counter(self.earlier_deaths) + Counter(self.deaths))
 
     def begin_term(self, term: int) -> None:
         """From here on the manager of `term` is obeyed. The moves of the last one end: what was not let go of stays."""
@@ -364,6 +381,25 @@ class Accounts:
         self._settle(self.groups[sample_id.group])
         return True
 
+    def fail(self, sample_id: SampleId, owner_epoch: int, reason: str) -> bool:
+        """The owner could not finish it. Whether it begins anew; else it has been dropped, or this is old news.
+
+        A sample has `1 + engine_retries` attempts, those that deaths have cost it included. Another attempt has other
+        dice; it has no owner at first, so it goes where its version is, as after a death.
+        """
+        s = self._current(sample_id, owner_epoch)
+        if s is None or s.state not in ("issued", "running"):
+            return False
+        if s.attempt >= self.settings.engine_retries:
+            self.drop(sample_id, reason, owner_epoch)
+            return False
+        self._count_failure(reason)
+        self.num_retried += 1
+        self._not_pending(s.owner, s.id)
+        s.attempt, s.length, s.last_version = s.attempt + 1, 0, s.version
+        self.orphan(s)
+        return True
+
     def orphan(self, sample: Sample) -> None:
         """The owner is gone: whatever it still says is refused from here on."""
         self._sample_step(sample, "orphan")
@@ -486,6 +522,8 @@ class Accounts:
         else:
             self._sample_step(s, "score")
             s.reward, s.reason = reward, failure
+            if failure is not None:
+                self._count_failure(failure)
         self._settle(self.groups[sample_id.group])
         return True
 
@@ -670,10 +708,15 @@ class Accounts:
             self._not_pending(sample.owner, sample.id)
         self._sample_step(sample, "drop")
         sample.reason = reason
+        self._count_failure(reason)
         group = self.groups[sample.id.group]
         if group.kind == "train":
             self.dropped[reason] += 1
         self.events.append(Dropped((sample.id,), (), reason))
+
+    def _count_failure(self, reason: str) -> None:
+        if (boundary := BOUNDARY.get(reason)) is not None:
+            self.failures[boundary] += 1
 
     def _settle(self, group: Group) -> None:
         """Move a group on after one of its members changed."""

@@ -104,6 +104,14 @@ class GiveUpCut:
 
 
 @dataclass(frozen=True, slots=True)
+class NoteDeaths:
+    """For the metrics: how often processes of each role have died since the run was last started, all of it."""
+
+    deaths: tuple[tuple[str, int], ...]
+    """(role, number), sorted"""
+
+
+@dataclass(frozen=True, slots=True)
 class Complete:
     """The run is over as planned: account for what is left."""
 
@@ -185,6 +193,7 @@ Command = (
     | Orphan
     | GiveUpEval
     | GiveUpCut
+    | NoteDeaths
     | Complete
     | Keep
     | Links
@@ -210,7 +219,9 @@ def address(command: Command) -> tuple[str, str]:
     match command:
         case Pull():
             return "replica", command.replica
-        case Issue() | Restart() | Adopt() | Move() | CancelMove() | Orphan() | GiveUpEval() | GiveUpCut() | Complete():
+        case Issue() | Restart() | Adopt() | Move() | CancelMove() | Orphan():
+            return "datastore", "datastore"
+        case GiveUpEval() | GiveUpCut() | NoteDeaths() | Complete():
             return "datastore", "datastore"
         case Keep() | Links():
             return "relay", command.relay

@@ -6,11 +6,12 @@ manager, gives the same commands (`replay`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from laminar.control import chain, failover, ledger, liveness, moves, schedule
-from laminar.control.commands import Command, Complete, EndRun, Keep, Links, Stop
+from laminar.control.commands import Command, Complete, EndRun, Keep, Links, NoteDeaths, Stop
 from laminar.control.events import (
     Beat,
     DrainRequested,
@@ -50,6 +51,7 @@ class Manager:
         """When the manager was last there: a tick, or its beginning."""
         self.last_repack = 0.0
         self.repack_due = False
+        self.deaths_told: tuple[tuple[str, int], ...] = ()
 
     def handle(self, now: float, event: Event) -> list[Command]:
         """Take in one event at run time `now` (seconds, never decreasing) and say what follows from it."""
@@ -62,6 +64,7 @@ class Manager:
         commands += self._end_if_over()
         if self.ended is not None or self.completing:
             return commands
+        commands += self._note_deaths()
         commands += failover.adopt_orphans(self.state)
         commands += self.schedule.plan(self.state)
         commands += self._move(now)
@@ -214,6 +217,16 @@ class Manager:
             if known is None or (known.upstream, known.downstream) != (link.upstream, link.downstream):
                 state.links[link.relay] = link
                 yield Links(link.relay, link.upstream, link.downstream, link.epoch)
+
+    def _note_deaths(self) -> Iterator[Command]:
+        """Tell the data store how many have died, when that has changed; a new manager says it once more."""
+        deaths = Counter[str]()
+        for (role, _), batches in self.state.deaths.items():
+            deaths[role] += len(batches)
+        told = tuple(sorted(deaths.items()))
+        if told != self.deaths_told:
+            self.deaths_told = told
+            yield NoteDeaths(told)
 
     def _keep(self) -> Iterator[Command]:
         """Old versions worth a slot: those that trajectories or evaluations still live under."""

@@ -124,6 +124,7 @@ def _outcome(s: Sample) -> tuple[str | None, float | None, str | None, int | Non
 def save_counters(db: sqlite3.Connection, accounts: Accounts) -> None:
     """What no row tells: prompt cursor, next ids, place of the next cut, last command. They never go back."""
     counters = {name: getattr(accounts, name) for name in COUNTERS}
+    counters["failures"] = accounts.failures
     counters["exhausted"] = int(accounts.exhausted)
     counters["inbox"] = accounts.inbox.term, accounts.inbox.number
     counters["ahead"], counters["given_up"] = sorted(accounts.ahead), sorted(accounts.given_up)
@@ -136,7 +137,7 @@ def save_counters(db: sqlite3.Connection, accounts: Accounts) -> None:
 
 COUNTERS = (
     *("next_group", "next_eval", "cursor", "buffered_count", "update", "part", "trained_version", "cut_groups"),
-    *("num_moved", "num_adopted", "num_restarted"),
+    *("num_moved", "num_adopted", "num_restarted", "num_retried", "deaths", "earlier_deaths"),
 )
 
 
@@ -147,6 +148,7 @@ def load_accounts(db: sqlite3.Connection, settings: Settings) -> Accounts:
     for name in COUNTERS:
         setattr(accounts, name, counters.get(name, getattr(accounts, name)))
     accounts.inbox = Inbox(*counters.get("inbox", ()))
+    accounts.failures.update(counters.get("failures", {}))
     accounts.exhausted = bool(counters.get("exhausted", 0))
     accounts.ahead, accounts.given_up = set(counters.get("ahead", ())), set(counters.get("given_up", ()))
     for version, issued, open_groups, rewards in counters.get("evals", ()):

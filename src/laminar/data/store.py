@@ -31,6 +31,7 @@ from laminar.control.commands import (
     GiveUpEval,
     Issue,
     Move,
+    NoteDeaths,
     Numbered,
     Orphan,
     Restart,
@@ -44,6 +45,7 @@ from laminar.data.metrics import RowFile, iteration_row, stored_rows
 from laminar.data.prompts import Drawn
 from laminar.errors import DataError, ProtocolError, StorageError
 from laminar.types import (
+    ROLES,
     Batch,
     GroupScore,
     ReplicaReply,
@@ -166,7 +168,8 @@ class DataStore:
                 for end in report.finished:
                     self.accounts.finish(end.sample, end.owner_epoch, end.length, end.reason)
                 for failure in report.failed:
-                    self.accounts.drop(failure.sample, failure.reason, failure.owner_epoch)
+                    if self.accounts.fail(failure.sample, failure.owner_epoch, failure.reason):
+                        self.db.execute("DELETE FROM chunks WHERE group_id = ? AND idx = ?", failure.sample)
                 for sample, epoch in report.released:
                     if (moved := self.accounts.release(sample, epoch)) is not None and moved.owner is not None:
                         self._post(moved.owner, [moved])
@@ -243,6 +246,8 @@ class DataStore:
             case GiveUpCut(update):
                 if self.accounts.give_up_cut(update):
                     self.db.execute("DELETE FROM cuts WHERE batch = ?", (update,))
+            case NoteDeaths(deaths):
+                self.accounts.note_deaths(deaths)
             case Complete():
                 self.accounts.complete()
 
@@ -449,11 +454,15 @@ class DataStore:
     def _counters(self) -> dict[str, int]:
         """What a metrics row counts since the row before."""
         accounts = self.accounts
+        deaths = accounts.all_deaths()
         return {
             "num_dropped": accounts.dropped.total(),
             "num_moved": accounts.num_moved,
             "num_adopted": accounts.num_adopted,
             "num_restarted": accounts.num_restarted,
+            "num_retried": accounts.num_retried,
+            **{f"failures/{boundary}": count for boundary, count in accounts.failures.items()},
+            **{f"deaths/{role}": deaths.get(role, 0) for role in ROLES},
         }
 
     def free_some(self) -> bool:

@@ -282,14 +282,18 @@ class Replica:
     def _record(self, progress: Sequence[Progress]) -> None:
         for p in progress:
             held = self._held.get(p.sample)
-            if held is None:
+            if held is None or not held.generates:
                 continue
-            if len(p.tokens):
-                assert self._version is not None
-                held.response.append(p.tokens)
-                held.new.append((self._version, p.tokens, p.logprobs))
-            if p.finish_reason is not None:
+            if (problem := _impossible(p)) is not None:
+                held.failure = problem
+                self.engine.release([p.sample])
+            else:
+                if len(p.tokens):
+                    assert self._version is not None
+                    held.response.append(p.tokens)
+                    held.new.append((self._version, p.tokens, p.logprobs))
                 held.finish_reason = p.finish_reason
+            if not held.generates:
                 self._unreported_end = True
                 self._news.notify_all()
 
@@ -319,6 +323,9 @@ class Replica:
             self.engine.load_weights(ref)
         except VersionGone:
             return False
+        if self.engine.loaded != ref:
+            has = self.engine.loaded and f"version {self.engine.loaded.version}"
+            raise WeightsError(f"the engine was told to load version {ref.version} and has {has}")
         return True
 
     # ------------------------------------------------------------ exchange with the data store
@@ -448,3 +455,12 @@ class Replica:
                     raise ProtocolError(f"{self.name} can't do {other}")
             self._news.notify_all()
             self.engine.interrupt()
+
+
+def _impossible(p: Progress) -> str | None:
+    """What is wrong with it, if it is nothing that a model can have made."""
+    if len(p.tokens) != len(p.logprobs):
+        return f"{len(p.tokens)} tokens with {len(p.logprobs)} log-probs"
+    if not np.isfinite(p.logprobs).all():
+        return "a log-prob is not finite"
+    return f"token {p.tokens.min()}" if len(p.tokens) and p.tokens.min() < 0 else None

@@ -119,6 +119,7 @@ def plan_of(seed: int) -> Plan:
         repack_interval_s=r.choice([0.5, 2.0]),
         move_timeout_s=r.choice([1.0, 10.0]),
         adopt_timeout_s=r.choice([0.5, 3.0, 30.0]),
+        engine_retries=seed % 3,
         max_restarts=MAX_RESTARTS,
         dead_after_s=r.choice([4.0, 30.0]),
     )

@@ -300,7 +300,7 @@ class Replica(Process[ReplicaBeat], Client):
         self._flush(held, held.length)
         plan, end = self.world.plan, (held.work.sample, held.work.epoch)
         rate = plan.chances.engine_error
-        failed = rate > 0 and keyed_uniform("engine", plan.seed, *held.work.sample) < rate
+        failed = rate > 0 and keyed_uniform("engine", plan.seed, *held.work.sample, held.work.epoch) < rate
         (self._next.failed if failed else self._next.ended).append(end)
 
     def _running(self) -> list[Held]:

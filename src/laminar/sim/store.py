@@ -22,6 +22,7 @@ from laminar.control.commands import (
     GiveUpEval,
     Issue,
     Move,
+    NoteDeaths,
     Numbered,
     Orphan,
     Restart,
@@ -240,6 +241,8 @@ class Store(Life):
             case GiveUpCut(update=u):
                 if accounts.give_up_cut(u):
                     self.cuts = {key: cut for key, cut in self.cuts.items() if key[0] != u}
+            case NoteDeaths(deaths=deaths):
+                accounts.note_deaths(deaths)
             case Complete():
                 accounts.complete()
             case Stop():
@@ -315,7 +318,7 @@ class Store(Life):
                 if (issued := self._issued_at.get(sample.group)) is not None:
                     self._latencies_s.setdefault(sample.group, []).append(self.kernel.now - issued)
         for sample, epoch in report.failed:
-            accounts.drop(sample, "engine_error", epoch)
+            accounts.fail(sample, epoch, "engine_error")
         moved = [s for sample, epoch in report.released if (s := accounts.release(sample, epoch)) is not None]
         for owner in dict.fromkeys((s.owner, s.incarnation) for s in moved):
             assert owner[0] is not None
