@@ -23,7 +23,7 @@ from laminar.run_folder import RunFolder, read_jsonl
 from laminar.trainer.loss import LossSettings, decoupled_ppo
 
 SORT = Path(__file__).parents[2] / "examples" / "sort"
-ITERATIONS = 120
+ITERATIONS = 250
 ENDS = 20
 """Iterations over which the reward at the beginning and at the end of a run is averaged."""
 
@@ -40,7 +40,7 @@ VARIANTS = {
     "lag 4": LAGGING,
     "lag 4, no importance weight": (*LAGGING, f"train.loss={__file__}:uncorrected"),
     "lr 0": ("max_staleness=0", "train.lr=0.0"),
-    "shuffled rewards": ("max_staleness=0", f"reward.functions=[{__file__}:shuffled]"),
+    "shuffled rewards": ("max_staleness=0", f'reward.functions=["{__file__}:shuffled"]'),
 }
 
 Curve = dict[str, list[float]]
