@@ -15,12 +15,13 @@ import sys
 import tempfile
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from torch import Tensor
 
+from laminar.errors import UserCodeError
 from laminar.run_folder import RunFolder, read_jsonl
 from laminar.trainer.loss import LossSettings, decoupled_ppo
+from laminar.user_code import resolve
 
 SORT = Path(__file__).parents[2] / "examples" / "sort"
 ITERATIONS = 250
@@ -54,15 +55,11 @@ def uncorrected(new: Tensor, old: Tensor, behaviour: Tensor, advantage: Tensor, 
 
 def shuffled(prompts: list[str], completions: list[str], answer: list[str]) -> list[float]:
     """The rewards of a group, dealt to its members by dice: same numbers, nothing to learn from."""
-    rewards: list[float] = _reward()(completions, answer)
+    reward = resolve(f"{SORT / 'reward.py'}:reward", SORT, error=UserCodeError)
+    assert callable(reward)
+    rewards: list[float] = reward(completions, answer)
     random.Random(prompts[0]).shuffle(rewards)
     return rewards
-
-
-def _reward() -> Any:
-    from laminar.user_code import load_function
-
-    return load_function(f"{SORT / 'reward.py'}:reward", "reward.functions")
 
 
 def train(variant: str, seed: int, folder: Path) -> Curve:
