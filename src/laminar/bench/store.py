@@ -1,0 +1,322 @@
+"""`laminar bench store`: what it takes to publish a version and to pull one, as multiples of a plain copy.
+
+A round is a copy of as many bytes from private memory to private memory, a publish and a pull, one after the other, so
+that what else the machine does meets all three. Meanwhile other processes each hold a lease, as replicas in mid-pull
+do, and sleep; between rounds one of them moves on to the newest version.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+import psutil
+
+from laminar.errors import ConfigError
+from laminar.rollout.kernels import Linear
+from laminar.types import TRAINER_SLOTS, Version
+from laminar.weights import Layout, Relay, RelaySettings, SlotStore, VersionLog, VersionRecord
+
+if TYPE_CHECKING:
+    import torch
+
+SHORT = 9
+"""Rounds of each part but the first."""
+LAYERS, MATRICES = 24, 12
+_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+@dataclass(frozen=True, slots=True)
+class Against:
+    """Times of one operation over the median time of a copy in the same rounds."""
+
+    median: float
+    worst: float
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """From the first tenth of the rounds to the last; 0 and 1 if nothing grows."""
+
+    memory_bytes: int
+    """Resident memory of this process, slots included."""
+    shared_bytes: int
+    """Memory of the slots."""
+    files: int
+    """In the folder of the slots."""
+    publish: float
+    """Median time, as a multiple."""
+    pull: float
+
+
+@dataclass(frozen=True, slots=True)
+class StoreTimes:
+    """What was measured."""
+
+    bytes: int
+    """Of one version."""
+    readers: int
+    slots: int
+    versions: int
+    memcpy_s: float
+    """Median."""
+    publish: Against
+    pull: Against
+    growth: Growth
+    publish_slow_reader: Against
+    """While one of the readers was stopped in the middle of a lease."""
+    pull_slow_reader: Against
+    publish_killed_reader: Against
+    """After that reader was killed."""
+    pull_killed_reader: Against
+    publish_cast: Against
+    """From fp32 weights."""
+    prepack: Against
+    """What an engine does with the weights after a pull, in part: see `rollout.kernels.Linear`."""
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `1.2GB`, `600MB` or `4096`. Raises ConfigError."""
+    found = re.fullmatch(r"([0-9.]+) ?([kmg]?b)?", text.strip().lower())
+    try:
+        size = int(float(found[1]) * _UNITS[found[2] or ""]) if found else 0
+    except ValueError:
+        size = 0
+    if size < 1:
+        raise ConfigError("not a size", where="--size", got=text, expected="a number with kB, MB or GB")
+    return size
+
+
+def measure(size: int, readers: int, versions: int) -> StoreTimes:
+    """Publish and pull `versions` versions of about `size` bytes (bf16), and some more, beside `readers` readers.
+
+    Needs `size` x (5 + readers) of shared memory and 3 x `size` of other memory.
+
+    Raises:
+        StorageError: shared memory has no room for the slots.
+    """
+    base = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    folder = Path(tempfile.mkdtemp(prefix="laminar-bench-", dir=base))
+    try:
+        machine = _Machine(folder, size, num_slots=TRAINER_SLOTS + readers + 1)
+        with _readers(machine, readers) as held:
+            return _measure(machine, held, versions)
+    finally:
+        shutil.rmtree(folder)
+
+
+def _measure(machine: _Machine, held: _Readers, versions: int) -> StoreTimes:
+    _rounds(machine, held, len(machine.writer.slots))  # every slot and page once
+    before = machine.usage()
+    main = _rounds(machine, held, versions)
+    after = machine.usage()
+    tenth = max(1, versions // 10)
+
+    held.stop_first()
+    slow = _rounds(machine, held, SHORT)
+    held.kill_first()
+    killed = _rounds(machine, held, SHORT)
+    prepack = _prepack(machine)
+    machine.widen()
+    cast = _rounds(machine, held, SHORT)
+    return StoreTimes(
+        bytes=machine.layout.size,
+        readers=held.number,
+        slots=len(machine.writer.slots),
+        versions=versions,
+        memcpy_s=median(main.copy),
+        publish=main.against(main.publish),
+        pull=main.against(main.pull),
+        growth=Growth(
+            *(now - then for now, then in zip(after, before, strict=True)),
+            publish=median(main.publish[-tenth:]) / median(main.publish[:tenth]),
+            pull=median(main.pull[-tenth:]) / median(main.pull[:tenth]),
+        ),
+        publish_slow_reader=slow.against(slow.publish),
+        pull_slow_reader=slow.against(slow.pull),
+        publish_killed_reader=killed.against(killed.publish),
+        pull_killed_reader=killed.against(killed.pull),
+        publish_cast=cast.against(cast.publish),
+        prepack=prepack,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Seconds, one entry a round."""
+
+    copy: list[float] = field(default_factory=list)
+    publish: list[float] = field(default_factory=list)
+    pull: list[float] = field(default_factory=list)
+
+    def against(self, seconds: list[float]) -> Against:
+        return Against(median(seconds) / median(self.copy), max(seconds) / median(self.copy))
+
+
+def _rounds(machine: _Machine, held: _Readers, number: int) -> _Times:
+    times = _Times()
+    for _ in range(number):
+        times.copy.append(_seconds(machine.copy))
+        times.publish.append(_seconds(machine.publish))
+        machine.show()
+        times.pull.append(_seconds(machine.pull))
+        held.move_one()
+    return times
+
+
+def _prepack(machine: _Machine) -> Against:
+    """All matrices, one after the other."""
+    times = _Times()
+    for _ in range(3):
+        times.copy.append(_seconds(machine.copy))
+        times.publish.append(_seconds(lambda: [Linear(tensor) for tensor in machine.arrived.values()] and None))
+    return times.against(times.publish)
+
+
+def _seconds(function: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+class _Machine:
+    """The trainer's, the relay's and a replica's end of one folder of slots, all in this process."""
+
+    def __init__(self, folder: Path, size: int, num_slots: int) -> None:
+        import torch
+
+        hidden = max(8, round(math.sqrt(size / 2 / LAYERS / MATRICES) / 8) * 8)
+        shapes = [(f"layers.{i}.{j}.weight", (hidden, hidden)) for i in range(LAYERS) for j in range(MATRICES)]
+        self.layout = Layout.of(shapes, "bf16")
+        self.folder = folder
+        self.writer = SlotStore.create_or_open(folder / "slots", self.layout, num_slots)
+        self.log = VersionLog(folder / "versions.jsonl")
+        self.relay = Relay(folder / "slots", VersionLog(folder / "versions.jsonl"), RelaySettings("bench"))
+        reader = SlotStore.open(folder / "slots")
+        assert reader is not None
+        self.reader = reader
+        self.number = 0
+
+        num_elements = len(self.layout) * hidden * hidden
+        self._memory = torch.randn(num_elements)
+        self._target = torch.ones(num_elements, dtype=torch.bfloat16)
+        self.weights = self._tensors(self._memory.view(torch.bfloat16)[:num_elements])
+        self.arrived = self._tensors(self._target)
+        while self.writer.prefault() or self.relay.prefault():
+            pass
+        self.publish()
+        self.show()
+
+    def _tensors(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Views, by name."""
+        step = len(flat) // len(self.layout)
+        return {entry.name: part.view(entry.shape) for entry, part in zip(self.layout, flat.split(step), strict=True)}
+
+    def widen(self) -> None:
+        """From now on the trainer's weights are fp32."""
+        self.weights = self._tensors(self._memory)
+
+    def copy(self) -> None:
+        self._target.copy_(self._memory.view(self._target.dtype)[: len(self._target)])
+
+    def publish(self) -> None:
+        self.number += 1
+        version = Version(0, self.number)
+        self.fingerprint = self.writer.publish(version, self.weights.items(), ()).fingerprint
+
+    def show(self) -> None:
+        self.log.append(VersionRecord(Version(0, self.number), self.fingerprint))
+        self.relay.step()
+
+    def pull(self) -> None:
+        ref = self.reader.find(Version(0, self.number))
+        assert ref is not None
+        with self.reader.lease(ref) as lease:
+            lease.copy_into(self.arrived)
+
+    def usage(self) -> tuple[int, int, int]:
+        """(resident bytes, bytes of the slots, files beside them)"""
+        files = list((self.folder / "slots").iterdir())
+        return psutil.Process().memory_info().rss, sum(file.stat().st_blocks * 512 for file in files), len(files)
+
+
+class _Readers:
+    """Processes that each hold a lease and sleep."""
+
+    def __init__(self, machine: _Machine, number: int) -> None:
+        self.number = number
+        self._machine = machine
+        self._next = 0
+        context = multiprocessing.get_context("spawn")
+        self._orders: list[Connection] = []
+        self.processes = []
+        for _ in range(number):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=hold, args=(machine.folder / "slots", theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._orders.append(ours)
+            self.processes.append(process)
+        for orders in self._orders:
+            orders.recv()
+
+    def move_one(self) -> None:
+        """The next in turn gives its version up for the newest."""
+        if self._orders:
+            orders = self._orders[self._next % len(self._orders)]
+            self._next += 1
+            orders.send(True)
+            assert orders.recv() == self._machine.number
+
+    def stop_first(self) -> None:
+        """The first process stops where it is, with its lease, and is not spoken to any more."""
+        os.kill(self._pid(), signal.SIGSTOP)
+        self._orders.pop(0)
+
+    def kill_first(self) -> None:
+        os.kill(self._pid(), signal.SIGKILL)
+        self.processes[0].join()
+
+    def _pid(self) -> int:
+        pid = self.processes[0].pid
+        assert pid is not None
+        return pid
+
+
+@contextmanager
+def _readers(machine: _Machine, number: int) -> Iterator[_Readers]:
+    readers = _Readers(machine, number)
+    try:
+        yield readers
+    finally:
+        for process in readers.processes:
+            process.kill()
+            process.join()
+
+
+def hold(folder: Path, orders: Connection) -> None:
+    """A reader: leases the newest version, says which, and sleeps until it is told to take the next."""
+    store = SlotStore.open(folder)
+    assert store is not None
+    while True:
+        ref = store.newest()
+        assert ref is not None
+        with store.lease(ref) as lease:
+            orders.send(lease.manifest.version.number)
+            try:
+                orders.recv()
+            except EOFError:
+                return
