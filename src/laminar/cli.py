@@ -420,6 +420,35 @@ def bench_plan(
         print(f"{result.replicas} replicas: {result.moves} moves planned in {1_000 * result.seconds:.1f} ms")
 
 
+@bench.command("store")
+def bench_store(
+    size: Annotated[str, typer.Option("--size", help="Of one version, as kB, MB or GB.")] = "300MB",
+    readers: Annotated[int, typer.Option("--readers", min=1, help="Processes that hold a version meanwhile.")] = 4,
+    versions: Annotated[int, typer.Option("--versions", min=10, help="How many to publish.")] = 100,
+    as_json: AsJson = False,
+) -> None:
+    """Publish and pull weights through shared memory, and say how much longer than a plain copy each takes.
+
+    Needs (5 + readers) times the size of shared memory, and 4 times the size beside it.
+
+    \b
+    laminar bench store --size 1.2GB --readers 4
+    """
+    from dataclasses import asdict
+
+    from laminar.bench import store
+
+    result = store.measure(store.parse_size(size), readers, versions)
+    if as_json:
+        print_json(asdict(result))
+        return
+    print(f"{'memcpy':22} {1_000 * result.memcpy_s:.1f} ms for {result.bytes / 1e9:.3f} GB; this long take, of it:")
+    for name, ratio in result.ratios.items():
+        print(f"{name:22} {ratio.median:.2f}, at most {ratio.worst:.2f}")
+    grown_mib = (result.growth.memory_bytes + result.growth.shared_bytes) / 2**20
+    print(f"{'growth':22} {grown_mib:.1f} MiB over {result.versions} versions")
+
+
 def _as_object(problem: UserError) -> dict[str, str | None]:
     return {name: getattr(problem, name) for name in ("what", "where", "expected", "got", "fix")}
 

@@ -2,7 +2,8 @@
 
 A round is a copy of as many bytes from private memory to private memory, a publish and a pull, one after the other, so
 that what else the machine does meets all three. Meanwhile other processes each hold a lease, as replicas in mid-pull
-do, and sleep; between rounds one of them moves on to the newest version.
+do, and sleep; between rounds one of them moves on to the newest version. They import this file, which therefore imports
+torch only where tensors are.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -26,7 +27,6 @@ from typing import TYPE_CHECKING
 import psutil
 
 from laminar.errors import ConfigError
-from laminar.rollout.kernels import Linear
 from laminar.types import TRAINER_SLOTS, Version
 from laminar.weights import Layout, Relay, RelaySettings, SlotStore, VersionLog, VersionRecord
 
@@ -46,6 +46,10 @@ class Against:
     median: float
     worst: float
 
+    @classmethod
+    def of(cls, seconds: Sequence[float], copy_s: Sequence[float]) -> Against:
+        return cls(median(seconds) / median(copy_s), max(seconds) / median(copy_s))
+
 
 @dataclass(frozen=True, slots=True)
 class Growth:
@@ -58,7 +62,7 @@ class Growth:
     files: int
     """In the folder of the slots."""
     publish: float
-    """Median time, as a multiple."""
+    """Its ratio to a copy, as a multiple."""
     pull: float
 
 
@@ -72,20 +76,12 @@ class StoreTimes:
     slots: int
     versions: int
     memcpy_s: float
-    """Median."""
-    publish: Against
-    pull: Against
+    """Median time of a copy."""
+    ratios: dict[str, Against]
+    """`publish` and `pull`; with `_slow_reader`, while one of the readers was stopped in mid-lease, and with
+    `_killed_reader`, after it was killed; `publish_cast`, from fp32 weights; `prepack`, what an engine does with the
+    weights after a pull (`rollout.kernels.Linear`)."""
     growth: Growth
-    publish_slow_reader: Against
-    """While one of the readers was stopped in the middle of a lease."""
-    pull_slow_reader: Against
-    publish_killed_reader: Against
-    """After that reader was killed."""
-    pull_killed_reader: Against
-    publish_cast: Against
-    """From fp32 weights."""
-    prepack: Against
-    """What an engine does with the weights after a pull, in part: see `rollout.kernels.Linear`."""
 
 
 def parse_size(text: str) -> int:
@@ -103,7 +99,7 @@ def parse_size(text: str) -> int:
 def measure(size: int, readers: int, versions: int) -> StoreTimes:
     """Publish and pull `versions` versions of about `size` bytes (bf16), and some more, beside `readers` readers.
 
-    Needs `size` x (5 + readers) of shared memory and 3 x `size` of other memory.
+    Needs `size` x (5 + readers) of shared memory and 4 x `size` of other memory.
 
     Raises:
         StorageError: shared memory has no room for the slots.
@@ -124,34 +120,35 @@ def _measure(machine: _Machine, held: _Readers, versions: int) -> StoreTimes:
     main = _rounds(machine, held, versions)
     after = machine.usage()
     tenth = max(1, versions // 10)
+    first, last = main.ratios(slice(tenth)), main.ratios(slice(-tenth, None))
+    ratios = main.ratios()
 
     held.stop_first()
-    slow = _rounds(machine, held, SHORT)
+    ratios |= _named("slow_reader", _rounds(machine, held, SHORT).ratios())
     held.kill_first()
-    killed = _rounds(machine, held, SHORT)
-    prepack = _prepack(machine)
+    ratios |= _named("killed_reader", _rounds(machine, held, SHORT).ratios())
+    ratios["prepack"] = _prepack(machine)
     machine.widen()
-    cast = _rounds(machine, held, SHORT)
+    ratios["publish_cast"] = _rounds(machine, held, SHORT).ratios()["publish"]
     return StoreTimes(
         bytes=machine.layout.size,
         readers=held.number,
         slots=len(machine.writer.slots),
         versions=versions,
         memcpy_s=median(main.copy),
-        publish=main.against(main.publish),
-        pull=main.against(main.pull),
+        ratios=ratios,
         growth=Growth(
-            *(now - then for now, then in zip(after, before, strict=True)),
-            publish=median(main.publish[-tenth:]) / median(main.publish[:tenth]),
-            pull=median(main.pull[-tenth:]) / median(main.pull[:tenth]),
+            memory_bytes=after[0] - before[0],
+            shared_bytes=after[1] - before[1],
+            files=after[2] - before[2],
+            publish=last["publish"].median / first["publish"].median,
+            pull=last["pull"].median / first["pull"].median,
         ),
-        publish_slow_reader=slow.against(slow.publish),
-        pull_slow_reader=slow.against(slow.pull),
-        publish_killed_reader=killed.against(killed.publish),
-        pull_killed_reader=killed.against(killed.pull),
-        publish_cast=cast.against(cast.publish),
-        prepack=prepack,
     )
+
+
+def _named(circumstance: str, ratios: Mapping[str, Against]) -> dict[str, Against]:
+    return {f"{name}_{circumstance}": ratio for name, ratio in ratios.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +159,10 @@ class _Times:
     publish: list[float] = field(default_factory=list)
     pull: list[float] = field(default_factory=list)
 
-    def against(self, seconds: list[float]) -> Against:
-        return Against(median(seconds) / median(self.copy), max(seconds) / median(self.copy))
+    def ratios(self, rounds: slice = slice(None)) -> dict[str, Against]:
+        """Of `publish` and `pull`, in some of the rounds."""
+        copy_s = self.copy[rounds]
+        return {"publish": Against.of(self.publish[rounds], copy_s), "pull": Against.of(self.pull[rounds], copy_s)}
 
 
 def _rounds(machine: _Machine, held: _Readers, number: int) -> _Times:
@@ -178,12 +177,17 @@ def _rounds(machine: _Machine, held: _Readers, number: int) -> _Times:
 
 
 def _prepack(machine: _Machine) -> Against:
-    """All matrices, one after the other."""
-    times = _Times()
-    for _ in range(3):
-        times.copy.append(_seconds(machine.copy))
-        times.publish.append(_seconds(lambda: [Linear(tensor) for tensor in machine.arrived.values()] and None))
-    return times.against(times.publish)
+    """All matrices, each in place of its predecessor."""
+    from laminar.rollout.kernels import Linear
+
+    packed = {name: Linear(tensor) for name, tensor in machine.arrived.items()}
+
+    def again() -> None:
+        for name, tensor in machine.arrived.items():
+            packed[name] = Linear(tensor)
+
+    copy_s, pack_s = zip(*((_seconds(machine.copy), _seconds(again)) for _ in range(SHORT)), strict=True)
+    return Against.of(pack_s, copy_s)
 
 
 def _seconds(function: Callable[[], None]) -> float:
@@ -198,6 +202,7 @@ class _Machine:
     def __init__(self, folder: Path, size: int, num_slots: int) -> None:
         import torch
 
+        torch.set_num_threads(1)  # as processes of a run have it
         hidden = max(8, round(math.sqrt(size / 2 / LAYERS / MATRICES) / 8) * 8)
         shapes = [(f"layers.{i}.{j}.weight", (hidden, hidden)) for i in range(LAYERS) for j in range(MATRICES)]
         self.layout = Layout.of(shapes, "bf16")
