@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from laminar.errors import ModelError
 from laminar.golden import GOLDEN_LENGTH, golden_ids
@@ -61,11 +62,12 @@ def load_model(path: Path, allow_pickle: bool = False) -> PreTrainedModel:
     return model
 
 
-def can_share_prompts(model: PreTrainedModel) -> bool:
-    """Whether several responses may lie behind one prompt in a row: attention has to honour a mask of ours."""
+def can_pack(model: PreTrainedModel) -> bool:
+    """Whether rows may lie one behind the other in a sequence: the model has to leave attention to us."""
     config = model.config
     full = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
-    return config._attn_implementation == "sdpa" and full and getattr(config, "sliding_window", None) is None
+    plain = full and getattr(config, "sliding_window", None) is None
+    return model._supports_attention_backend and config._attn_implementation == "sdpa" and plain
 
 
 def autocast(dtype: Dtype, device: str = "cpu") -> torch.autocast:
@@ -82,14 +84,7 @@ def token_logprobs(model: PreTrainedModel, layout: Layout, temperature: float) -
         Log-probs [T] with gradient if enabled, entropies [T] in nats without.
     """
     device = model.device
-    inputs: dict[str, Tensor] = {}
-    if layout.visible is not None and layout.positions is not None:
-        inputs = {
-            "attention_mask": torch.from_numpy(layout.visible).to(device).unsqueeze(1),
-            "position_ids": torch.from_numpy(layout.positions).to(device),
-        }
-    input_ids = torch.from_numpy(layout.input_ids).to(device)
-    hidden = model.base_model(input_ids, use_cache=False, **inputs).last_hidden_state
+    hidden = _hidden(model, layout)
     predictors = torch.from_numpy(layout.predictors).to(device)
     targets = torch.from_numpy(layout.targets).to(device)
     selected = hidden.flatten(0, 1).index_select(0, predictors)
@@ -102,6 +97,64 @@ def token_logprobs(model: PreTrainedModel, layout: Layout, temperature: float) -
         for h, t in zip(torch.split(selected, rows), torch.split(targets, rows), strict=True)
     ]
     return torch.cat([logprobs for logprobs, _ in chunks]), torch.cat([entropy for _, entropy in chunks])
+
+
+def _hidden(model: PreTrainedModel, layout: Layout) -> Tensor:
+    """[B, L, D]: what goes into the head."""
+    input_ids = torch.from_numpy(layout.input_ids).to(model.device)
+    if layout.positions is None:
+        plain: Tensor = model.base_model(input_ids, use_cache=False).last_hidden_state
+        return plain
+    rows = [
+        (
+            row.start,
+            row.stop,
+            None if row.visible is None else torch.from_numpy(row.visible).to(model.device)[None, None],
+        )
+        for row in layout.rows
+    ]
+    positions = torch.from_numpy(layout.positions).to(model.device)
+    config = model.config
+    config._attn_implementation = _BY_ROWS
+    try:
+        packed: Tensor = model.base_model(
+            input_ids, position_ids=positions, use_cache=False, rows=rows
+        ).last_hidden_state
+    finally:
+        config._attn_implementation = "sdpa"
+    return packed
+
+
+def _attend_by_rows(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    rows: Sequence[tuple[int, int, Tensor | None]],
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """The attention of a packed sequence: each row sees itself only, as its mask says, or causally without one.
+
+    Args:
+        query, key, value: [1, heads, L, head size]
+        rows: (start, stop, mask [1, 1, row, row])
+
+    Returns:
+        [1, L, heads, head size], as other attention functions of transformers do.
+    """
+    parts = [
+        sdpa_attention_forward(
+            module, query[:, :, start:stop], key[:, :, start:stop], value[:, :, start:stop], visible, **options
+        )[0]
+        for start, stop, visible in rows
+    ]
+    return torch.cat(parts, dim=1), None
+
+
+_BY_ROWS = "laminar_rows"
+AttentionInterface.register(_BY_ROWS, _attend_by_rows)
 
 
 def _head_logprobs(

@@ -19,7 +19,7 @@ from laminar.trainer import packing
 from laminar.trainer.advantage import UserAdvantage, group_advantages, reward_statistics
 from laminar.trainer.loss import LossSettings, TokenLoss, UserLoss, decoupled_ppo, policy_loss, token_weights
 from laminar.trainer.packing import Layout, Samples
-from laminar.trainer.policy import autocast, can_share_prompts, load_model, token_logprobs
+from laminar.trainer.policy import autocast, can_pack, load_model, token_logprobs
 from laminar.types import Batch, Statistics, Version
 
 INITIAL = Version(0, 0)
@@ -150,14 +150,14 @@ def _prepare(state: TrainState, batch: Batch, samples: Samples, config: Config) 
         advantages = state.user_advantage(samples.rewards, samples.groups)
     mask = samples.mask & ~(samples.truncated & train.mask_truncated)[samples.sequence]
     on_policy = packing.generated_by(batch, state.version)
-    share = can_share_prompts(state.model) and (state.reference is None or can_share_prompts(state.reference))
+    packed = can_pack(state.model) and (state.reference is None or can_pack(state.reference))
     num_mini_batches = 1 if config.schedule == "stream" else train.num_mini_batches  # there a part is a mini-batch
     parts = packing.mini_batches(samples.groups, num_mini_batches, config.seed, batch.update)
     token_advantages = advantages[samples.sequence]
     needs_advantage = state.reference is None and state.token_loss is decoupled_ppo
     taught = mask & (token_advantages != 0) if needs_advantage else mask
     teaches = np.bincount(samples.sequence[taught], minlength=len(samples.groups)) > 0
-    minis = [_micro_batches(samples, part, teaches, share, train.micro_batch_tokens) for part in parts]
+    minis = [_micro_batches(samples, part, teaches, packed, train.micro_batch_tokens) for part in parts]
 
     def tensor(array: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array.copy()).to(device)
@@ -179,15 +179,15 @@ def _prepare(state: TrainState, batch: Batch, samples: Samples, config: Config) 
 
 
 def _micro_batches(
-    samples: Samples, positions: Sequence[int], teaches: NDArray[np.bool_], share_prompts: bool, token_budget: int
+    samples: Samples, positions: Sequence[int], teaches: NDArray[np.bool_], packed: bool, token_budget: int
 ) -> list[_MicroBatch]:
     """Micro-batches of one mini-batch. Samples that teach nothing (equal rewards) are kept apart from the others."""
     result = []
     for wanted in (True, False):
-        rows = packing.make_rows(samples, [i for i in positions if teaches[i] == wanted], share_prompts)
+        rows = packing.make_rows(samples, [i for i in positions if teaches[i] == wanted], packed)
         lengths = [packing.row_length(samples, row) for row in rows]
-        for batch in packing.micro_batches(lengths, token_budget):
-            result.append(_MicroBatch(packing.make_layout(samples, [rows[i] for i in batch]), wanted))
+        for batch in packing.micro_batches(lengths, token_budget, packed):
+            result.append(_MicroBatch(packing.make_layout(samples, [rows[i] for i in batch], packed), wanted))
     return result
 
 
