@@ -13,7 +13,7 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -447,6 +447,42 @@ def bench_store(
         print(f"{name:22} {ratio.median:.2f}, at most {ratio.worst:.2f}")
     grown_mib = (result.growth.memory_bytes + result.growth.shared_bytes) / 2**20
     print(f"{'growth':22} {grown_mib:.1f} MiB over {result.versions} versions")
+
+
+@bench.command("step")
+def bench_step(
+    model: Annotated[Path, typer.Option("--model", metavar="PATH", help="A model folder.")],
+    groups: Annotated[int, typer.Option("--groups", min=1)] = 8,
+    group_size: Annotated[int, typer.Option("--group-size", min=2)] = 8,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1)] = 64,
+    longest: Annotated[int, typer.Option("--longest", min=8, help="Tokens of the longest response.")] = 512,
+    micro_batch_tokens: Annotated[int, typer.Option("--micro-batch-tokens", min=1)] = 8192,
+    bf16: Annotated[bool, typer.Option("--bf16", help="Compute in bf16. [default: fp32]")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Take one optimizer step of the trainer, and a plain padded one, in turn: time, memory, and whether they agree.
+
+    Lengths of responses have a long tail. Exits with 1 if loss or gradient norm differ.
+
+    \b
+    laminar bench step --model examples/sort/build/model
+    """
+    from dataclasses import asdict
+
+    from laminar.bench.step import Settings, measure
+
+    dtype: Literal["bf16", "fp32"] = "bf16" if bf16 else "fp32"
+    result = measure(Settings(model, groups, group_size, prompt_tokens, longest, micro_batch_tokens, dtype, seed=0))
+    if as_json:
+        print_json(asdict(result))
+    else:
+        print(f"batch    {result.samples} samples, {result.tokens} tokens; {result.padded_tokens} with padding")
+        for name, side in (("laminar", result.laminar), ("plain", result.plain)):
+            print(f"{name:8} {side.seconds:.2f} s, {side.peak_bytes / 2**20:,.0f} MiB at most")
+        print(f"ratios   {result.speedup:.2f} times as fast, {result.memory_ratio:.2f} of the memory")
+        print(f"agree    {'yes' if result.agrees else 'NO'}, relative difference {result.difference:.1e}")
+    if not result.agrees:
+        raise typer.Exit(1)
 
 
 def _as_object(problem: UserError) -> dict[str, str | None]:
