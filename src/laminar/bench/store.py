@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -104,14 +105,22 @@ def measure(size: int, readers: int, versions: int) -> StoreTimes:
     Raises:
         StorageError: shared memory has no room for the slots.
     """
-    base = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    folder = Path(tempfile.mkdtemp(prefix="laminar-bench-", dir=base))
-    try:
+    with _folder() as folder:
         machine = _Machine(folder, size, num_slots=TRAINER_SLOTS + readers + 1)
         with _readers(machine, readers) as held:
             return _measure(machine, held, versions)
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """A folder in memory that does not outlive the block, nor the process if somebody ends it."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    folder = Path(tempfile.mkdtemp(prefix="laminar-bench-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    try:
+        yield folder
     finally:
         shutil.rmtree(folder)
+        signal.signal(signal.SIGTERM, before)
 
 
 def _measure(machine: _Machine, held: _Readers, versions: int) -> StoreTimes:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from laminar.errors import ModelError
 from laminar.golden import GOLDEN_LENGTH, golden_ids
-from laminar.trainer.packing import Layout
+from laminar.trainer.packing import Layout, Row
 
 Dtype = Literal["fp32", "bf16"]
 
@@ -105,54 +107,39 @@ def _hidden(model: PreTrainedModel, layout: Layout) -> Tensor:
     if layout.positions is None:
         plain: Tensor = model.base_model(input_ids, use_cache=False).last_hidden_state
         return plain
-    rows = [
-        (
-            row.start,
-            row.stop,
-            None if row.visible is None else torch.from_numpy(row.visible).to(model.device)[None, None],
-        )
-        for row in layout.rows
-    ]
     positions = torch.from_numpy(layout.positions).to(model.device)
-    config = model.config
-    config._attn_implementation = _BY_ROWS
-    try:
-        packed: Tensor = model.base_model(
-            input_ids, position_ids=positions, use_cache=False, rows=rows
-        ).last_hidden_state
-    finally:
-        config._attn_implementation = "sdpa"
+    with _attention_by_rows(model, layout.rows):
+        packed: Tensor = model.base_model(input_ids, position_ids=positions, use_cache=False).last_hidden_state
     return packed
 
 
+@contextmanager
+def _attention_by_rows(model: PreTrainedModel, rows: Sequence[Row]) -> Iterator[None]:
+    """Forward passes in the block are of a packed sequence: each row sees itself only."""
+    masks = [None if row.visible is None else torch.from_numpy(row.visible).to(model.device) for row in rows]
+    token = _rows.set([(row.start, row.stop, mask) for row, mask in zip(rows, masks, strict=True)])
+    model.config._attn_implementation = _BY_ROWS
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = "sdpa"
+        _rows.reset(token)
+
+
 def _attend_by_rows(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: None,
-    *,
-    rows: Sequence[tuple[int, int, Tensor | None]],
-    **options: Any,
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **options: Any
 ) -> tuple[Tensor, None]:
-    """The attention of a packed sequence: each row sees itself only, as its mask says, or causally without one.
-
-    Args:
-        query, key, value: [1, heads, L, head size]
-        rows: (start, stop, mask [1, 1, row, row])
-
-    Returns:
-        [1, L, heads, head size], as other attention functions of transformers do.
-    """
-    parts = [
-        sdpa_attention_forward(
-            module, query[:, :, start:stop], key[:, :, start:stop], value[:, :, start:stop], visible, **options
-        )[0]
-        for start, stop, visible in rows
-    ]
+    """[1, L, heads, head size] of query, key, value [1, heads, L, head size], in the form that transformers calls."""
+    parts = []
+    for start, stop, visible in _rows.get():
+        q, k, v = query[:, :, start:stop], key[:, :, start:stop], value[:, :, start:stop]
+        mask = None if visible is None else visible[None, None]
+        parts.append(sdpa_attention_forward(module, q, k, v, mask, **options)[0])
     return torch.cat(parts, dim=1), None
 
 
+# Not every model hands keywords down to its attention.
+_rows: ContextVar[list[tuple[int, int, Tensor | None]]] = ContextVar("rows")
 _BY_ROWS = "laminar_rows"
 AttentionInterface.register(_BY_ROWS, _attend_by_rows)
 
