@@ -225,7 +225,7 @@ class _Machine:
         self.number = 0
 
         num_elements = len(self.layout) * hidden * hidden
-        self._memory = torch.randn(num_elements)
+        self._memory = torch.randn(MATRICES * hidden * hidden).repeat(LAYERS)
         self._target = torch.ones(num_elements, dtype=torch.bfloat16)
         self.weights = self._tensors(self._memory.view(torch.bfloat16)[:num_elements])
         self.arrived = self._tensors(self._target)

@@ -20,7 +20,7 @@ from laminar.trainer.packing import Layout, Row
 
 Dtype = Literal["fp32", "bf16"]
 
-CHUNK_LOGITS = 2**26
+CHUNK_LOGITS = 2**25
 """Logits held at once. With more, each chunk is computed again in the backward pass."""
 
 
@@ -149,8 +149,10 @@ def _head_logprobs(
 ) -> tuple[Tensor, Tensor]:
     logits = _logits(model, hidden)
     logprobs = torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
+    del logits  # what is made of them is as large
     with torch.no_grad():
-        entropy = torch.special.entr(logprobs.exp()).sum(-1)
+        chances = logprobs.exp()
+        entropy = torch.special.entr(chances, out=chances).sum(-1)
     return logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy
 
 
