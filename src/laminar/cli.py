@@ -444,7 +444,7 @@ def bench_store(
         return
     print(f"{'memcpy':22} {1_000 * result.memcpy_s:.1f} ms for {result.bytes / 1e9:.3f} GB; this long take, of it:")
     for name, ratio in result.ratios.items():
-        print(f"{name:22} {ratio.median:.2f}, at most {ratio.worst:.2f}")
+        print(f"{name:22} {ratio.median:.2f}, at most {ratio.worst:.2f}; {ratio.cpu:.2f} of processor time")
     grown_mib = (result.growth.memory_bytes + result.growth.shared_bytes) / 2**20
     print(f"{'growth':22} {grown_mib:.1f} MiB over {result.versions} versions")
 

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from laminar.config import Config
-from laminar.trainer import step
+from laminar.trainer import policy, step
 from laminar.trainer.packing import make_layout, unpack
 from laminar.trainer.policy import token_logprobs
 from laminar.trainer.step import TrainState, learning_rate, train_batch
@@ -42,7 +42,15 @@ def with_own_logprobs(batch: Batch, state: TrainState, temperature: float = 1.0,
     return replace(batch, logprobs=logprobs.astype("<f4").tobytes(), mask=bytes([1] * len(logprobs)))
 
 
-PACKINGS = [(8192, True), (8192, False), (40, True), (40, False), (1, True), (1, False)]
+PACKINGS = [  # tokens of a micro-batch, packed, logits of a chunk
+    (8192, True, 2**25),
+    (8192, True, 5 * 32),
+    (8192, False, 2**25),
+    (40, True, 3 * 32),
+    (40, False, 2**25),
+    (1, True, 1),
+    (1, False, 2**25),
+]
 
 
 @pytest.mark.parametrize("num_mini_batches", [1, 3])
@@ -55,10 +63,11 @@ def test_packing_changes_nothing(
     mode: str,
     num_mini_batches: int,
 ) -> None:
-    """Micro-batch size, padding, packing and shared prompts leave weights and statistics alone to 1e-6."""
+    """Micro-batch size, padding, packing, shared prompts and chunks of the head leave weights and statistics alone."""
     start = {name: tensor.double().clone() for name, tensor in model.state_dict().items()}
     results = []
-    for micro_batch_tokens, packed in PACKINGS:
+    for micro_batch_tokens, packed, chunk_logits in PACKINGS:
+        monkeypatch.setattr(policy, "CHUNK_LOGITS", chunk_logits)
         monkeypatch.setattr(step, "can_pack", lambda _, packed=packed: packed)
         state = plain_descent(model)
         model.load_state_dict(start)

@@ -40,16 +40,25 @@ LAYERS, MATRICES = 24, 12
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
+Took = tuple[float, float]
+"""(seconds, seconds of processor time)"""
+
+
 @dataclass(frozen=True, slots=True)
 class Against:
-    """Times of one operation over the median time of a copy in the same rounds."""
+    """What one operation took, over what a copy took in the same rounds."""
 
     median: float
+    """Of the median times."""
     worst: float
+    """The longest over the median copy."""
+    cpu: float
+    """Of the medians of processor time, in which work of others on the machine does not count."""
 
     @classmethod
-    def of(cls, seconds: Sequence[float], copy_s: Sequence[float]) -> Against:
-        return cls(median(seconds) / median(copy_s), max(seconds) / median(copy_s))
+    def of(cls, took: Sequence[Took], copy: Sequence[Took]) -> Against:
+        (wall, cpu), (copy_wall, copy_cpu) = zip(*took, strict=True), zip(*copy, strict=True)
+        return cls(median(wall) / median(copy_wall), max(wall) / median(copy_wall), median(cpu) / median(copy_cpu))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +72,7 @@ class Growth:
     files: int
     """In the folder of the slots."""
     publish: float
-    """Its ratio to a copy, as a multiple."""
+    """Its ratio to a copy in processor time, as a multiple."""
     pull: float
 
 
@@ -144,14 +153,14 @@ def _measure(machine: _Machine, held: _Readers, versions: int) -> StoreTimes:
         readers=held.number,
         slots=len(machine.writer.slots),
         versions=versions,
-        memcpy_s=median(main.copy),
+        memcpy_s=median(wall for wall, _ in main.copy),
         ratios=ratios,
         growth=Growth(
             memory_bytes=after[0] - before[0],
             shared_bytes=after[1] - before[1],
             files=after[2] - before[2],
-            publish=last["publish"].median / first["publish"].median,
-            pull=last["pull"].median / first["pull"].median,
+            publish=last["publish"].cpu / first["publish"].cpu,
+            pull=last["pull"].cpu / first["pull"].cpu,
         ),
     )
 
@@ -162,25 +171,25 @@ def _named(circumstance: str, ratios: Mapping[str, Against]) -> dict[str, Agains
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """Seconds, one entry a round."""
+    """One entry a round."""
 
-    copy: list[float] = field(default_factory=list)
-    publish: list[float] = field(default_factory=list)
-    pull: list[float] = field(default_factory=list)
+    copy: list[Took] = field(default_factory=list)
+    publish: list[Took] = field(default_factory=list)
+    pull: list[Took] = field(default_factory=list)
 
     def ratios(self, rounds: slice = slice(None)) -> dict[str, Against]:
         """Of `publish` and `pull`, in some of the rounds."""
-        copy_s = self.copy[rounds]
-        return {"publish": Against.of(self.publish[rounds], copy_s), "pull": Against.of(self.pull[rounds], copy_s)}
+        copy = self.copy[rounds]
+        return {"publish": Against.of(self.publish[rounds], copy), "pull": Against.of(self.pull[rounds], copy)}
 
 
 def _rounds(machine: _Machine, held: _Readers, number: int) -> _Times:
     times = _Times()
     for _ in range(number):
-        times.copy.append(_seconds(machine.copy))
-        times.publish.append(_seconds(machine.publish))
+        times.copy.append(_timed(machine.copy))
+        times.publish.append(_timed(machine.publish))
         machine.show()
-        times.pull.append(_seconds(machine.pull))
+        times.pull.append(_timed(machine.pull))
         held.move_one()
     return times
 
@@ -195,14 +204,14 @@ def _prepack(machine: _Machine) -> Against:
         for name, tensor in machine.arrived.items():
             packed[name] = Linear(tensor)
 
-    copy_s, pack_s = zip(*((_seconds(machine.copy), _seconds(again)) for _ in range(SHORT)), strict=True)
-    return Against.of(pack_s, copy_s)
+    copy, pack = zip(*((_timed(machine.copy), _timed(again)) for _ in range(SHORT)), strict=True)
+    return Against.of(pack, copy)
 
 
-def _seconds(function: Callable[[], None]) -> float:
-    start = time.perf_counter()
+def _timed(function: Callable[[], None]) -> Took:
+    start, cpu_start = time.perf_counter(), time.process_time()
     function()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - cpu_start
 
 
 class _Machine:

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint as recompute
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -21,7 +20,7 @@ from laminar.trainer.packing import Layout, Row
 Dtype = Literal["fp32", "bf16"]
 
 CHUNK_LOGITS = 2**25
-"""Logits held at once. With more, each chunk is computed again in the backward pass."""
+"""Logits held at once."""
 
 
 def load_model(path: Path, allow_pickle: bool = False) -> PreTrainedModel:
@@ -79,26 +78,37 @@ def autocast(dtype: Dtype, device: str = "cpu") -> torch.autocast:
 def token_logprobs(model: PreTrainedModel, layout: Layout, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probs of the response tokens of a forward pass: log_softmax(fp32 logits / temperature).
 
-    The head is applied at the positions that predict a response token only, and never to more than
-    `CHUNK_LOGITS` logits at once.
-
     Returns:
         Log-probs [T] with gradient if enabled, entropies [T] in nats without.
     """
-    device = model.device
-    hidden = _hidden(model, layout)
-    predictors = torch.from_numpy(layout.predictors).to(device)
-    targets = torch.from_numpy(layout.targets).to(device)
-    selected = hidden.flatten(0, 1).index_select(0, predictors)
+    hidden = predicting_states(model, layout)
+    targets = torch.from_numpy(layout.targets).to(model.device)
+    size = chunk_tokens(model)
+    pieces = zip(hidden.split(size), targets.split(size), strict=True)
+    logprobs, entropies = zip(*(head_logprobs(model, h, t, temperature) for h, t in pieces), strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
 
-    rows = max(1, CHUNK_LOGITS // model.config.vocab_size)
-    if len(targets) <= rows:
-        return _head_logprobs(model, selected, targets, temperature)
-    chunks = [
-        recompute(_head_logprobs, model, h, t, temperature, use_reentrant=False)
-        for h, t in zip(torch.split(selected, rows), torch.split(targets, rows), strict=True)
-    ]
-    return torch.cat([logprobs for logprobs, _ in chunks]), torch.cat([entropy for _, entropy in chunks])
+
+def predicting_states(model: PreTrainedModel, layout: Layout) -> Tensor:
+    """[T, D]: what goes into the head at the positions that predict a response token."""
+    predictors = torch.from_numpy(layout.predictors).to(model.device)
+    return _hidden(model, layout).flatten(0, 1).index_select(0, predictors)
+
+
+def chunk_tokens(model: PreTrainedModel) -> int:
+    """How many tokens the head may be applied to at once: beyond that, their logits fill the memory."""
+    return max(1, CHUNK_LOGITS // int(model.config.vocab_size))
+
+
+def head_logprobs(model: PreTrainedModel, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """As `token_logprobs`, from states [T, D] and targets [T]. T is at most `chunk_tokens`."""
+    logits = _logits(model, hidden)
+    logprobs = torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
+    del logits  # what is made of them is as large
+    with torch.no_grad():
+        chances = logprobs.exp()
+        entropy = torch.special.entr(chances, out=chances).sum(-1)
+    return logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy
 
 
 def _hidden(model: PreTrainedModel, layout: Layout) -> Tensor:
@@ -142,18 +152,6 @@ def _attend_by_rows(
 _rows: ContextVar[list[tuple[int, int, Tensor | None]]] = ContextVar("rows")
 _BY_ROWS = "laminar_rows"
 AttentionInterface.register(_BY_ROWS, _attend_by_rows)
-
-
-def _head_logprobs(
-    model: PreTrainedModel, hidden: Tensor, targets: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
-    logits = _logits(model, hidden)
-    logprobs = torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
-    del logits  # what is made of them is as large
-    with torch.no_grad():
-        chances = logprobs.exp()
-        entropy = torch.special.entr(chances, out=chances).sum(-1)
-    return logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy
 
 
 def _logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
