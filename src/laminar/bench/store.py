@@ -34,7 +34,7 @@ from laminar.weights import Layout, Relay, RelaySettings, SlotStore, VersionLog,
 if TYPE_CHECKING:
     import torch
 
-SHORT = 9
+SHORT = 5
 """Rounds of each part but the first."""
 LAYERS, MATRICES = 24, 12
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
