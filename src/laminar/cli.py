@@ -13,7 +13,7 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -545,6 +545,71 @@ def bench_plan(
         print_json(asdict(result))
     else:
         print(f"{result.replicas} replicas: {result.moves} moves planned in {1_000 * result.seconds:.1f} ms")
+
+
+@bench.command("store")
+def bench_store(
+    size: Annotated[str, typer.Option("--size", help="Of one version, as kB, MB or GB.")] = "300MB",
+    readers: Annotated[int, typer.Option("--readers", min=1, help="Processes that hold a version meanwhile.")] = 4,
+    versions: Annotated[int, typer.Option("--versions", min=10, help="How many to publish.")] = 100,
+    as_json: AsJson = False,
+) -> None:
+    """Publish and pull weights through shared memory, and say how much longer than a plain copy each takes.
+
+    Needs (5 + readers) times the size of shared memory, and 4 times the size beside it.
+
+    \b
+    laminar bench store --size 1.2GB --readers 4
+    """
+    from dataclasses import asdict
+
+    from laminar.bench import store
+
+    result = store.measure(store.parse_size(size), readers, versions)
+    if as_json:
+        print_json(asdict(result))
+        return
+    print(f"{'memcpy':22} {1_000 * result.memcpy_s:.1f} ms for {result.bytes / 1e9:.3f} GB; this long take, of it:")
+    for name, ratio in result.ratios.items():
+        print(f"{name:22} {ratio.median:.2f}, at most {ratio.worst:.2f}; {ratio.cpu:.2f} of processor time")
+    grown_mib = (result.growth.memory_bytes + result.growth.shared_bytes) / 2**20
+    print(f"{'growth':22} {grown_mib:.1f} MiB over {result.versions} versions")
+
+
+@bench.command("step")
+def bench_step(
+    model: Annotated[Path, typer.Option("--model", metavar="PATH", help="A model folder.")],
+    groups: Annotated[int, typer.Option("--groups", min=1)] = 8,
+    group_size: Annotated[int, typer.Option("--group-size", min=2)] = 8,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1)] = 64,
+    longest: Annotated[int, typer.Option("--longest", min=8, help="Tokens of the longest response.")] = 512,
+    micro_batch_tokens: Annotated[int, typer.Option("--micro-batch-tokens", min=1)] = 8192,
+    bf16: Annotated[bool, typer.Option("--bf16", help="Compute in bf16. [default: fp32]")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Take one optimizer step of the trainer, and a plain padded one, in turn: time, memory, and whether they agree.
+
+    Lengths of responses have a long tail. Exits with 1 if loss or gradient norm differ.
+
+    \b
+    laminar bench step --model examples/sort/build/model
+    """
+    from dataclasses import asdict
+
+    from laminar.bench.step import Settings, measure
+
+    dtype: Literal["bf16", "fp32"] = "bf16" if bf16 else "fp32"
+    result = measure(Settings(model, groups, group_size, prompt_tokens, longest, micro_batch_tokens, dtype, seed=0))
+    if as_json:
+        print_json(asdict(result))
+    else:
+        print(f"batch    {result.samples} samples, {result.tokens} tokens; {result.padded_tokens} with padding")
+        for name, side in (("laminar", result.laminar), ("plain", result.plain)):
+            print(f"{name:8} {side.seconds:.2f} s, {side.peak_bytes / 2**20:,.0f} MiB at most")
+        print(f"ratios   {result.speedup:.2f} times as fast, {result.memory_ratio:.2f} of the memory")
+        print(f"agree    {'yes' if result.agrees else 'NO'}, relative difference {result.difference:.1e}")
+    if not result.agrees:
+        raise typer.Exit(1)
 
 
 def _as_object(problem: UserError) -> dict[str, str | None]:

@@ -45,12 +45,18 @@ def test_the_order_of_groups_depends_on_seed_and_update() -> None:
     assert len(orders) == 9
 
 
-@given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 120))
-def test_micro_batches_keep_the_budget(lengths: list[int], budget: int) -> None:
-    batches = micro_batches(lengths, budget)
+@given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 120), st.booleans())
+def test_micro_batches_keep_the_budget(lengths: list[int], budget: int, packed: bool) -> None:
+    batches = micro_batches(lengths, budget, packed)
     assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
     for batch in batches:
-        assert len(batch) == 1 or max(lengths[i] for i in batch) * len(batch) <= budget
+        rows = [lengths[i] for i in batch]
+        assert len(batch) == 1 or (sum(rows) if packed else max(rows) * len(rows)) <= budget
+
+
+@pytest.mark.parametrize(("packed", "expected"), [(True, [[1, 2, 0], [3]]), (False, [[1], [2, 0, 3]])])
+def test_packed_rows_fill_a_micro_batch(packed: bool, expected: list[list[int]]) -> None:
+    assert micro_batches([3, 8, 4, 3], 15, packed) == expected
 
 
 def samples_of(prompts: list[list[int]], responses: list[list[int]], groups: list[int]) -> Samples:
@@ -68,19 +74,21 @@ def samples_of(prompts: list[list[int]], responses: list[list[int]], groups: lis
     )
 
 
-def test_layout_of_a_shared_and_a_plain_row() -> None:
+def test_a_packed_layout_of_a_shared_and_a_plain_row() -> None:
     samples = samples_of([[1, 2]] * 2 + [[9]], [[3, 4, 5], [6, 7], [8, 8]], [0, 0, 1])
     rows = make_rows(samples, [0, 1, 2], share_prompts=True)
     assert rows == [(0, 1), (2,)]
-    layout = make_layout(samples, rows)
-    assert layout.input_ids.tolist() == [[1, 2, 3, 4, 6], [9, 8, 0, 0, 0]]
+    layout = make_layout(samples, rows, packed=True)
+    assert layout.input_ids.tolist() == [[1, 2, 3, 4, 6, 9, 8]], "no padding"
     assert layout.positions is not None
-    assert layout.positions[0].tolist() == [0, 1, 2, 3, 2]
+    assert layout.positions.tolist() == [[0, 1, 2, 3, 2, 0, 1]]
     assert layout.targets.tolist() == [3, 4, 5, 6, 7, 8, 8]
     assert layout.predictors.tolist() == [1, 2, 3, 1, 4, 5, 6]
     assert layout.tokens.tolist() == [0, 1, 2, 3, 4, 5, 6]
-    assert layout.visible is not None
-    assert layout.visible[0].astype(int).tolist() == [
+    shared, plain = layout.rows
+    assert (shared.start, shared.stop, plain.start, plain.stop, plain.visible) == (0, 5, 5, 7, None)
+    assert shared.visible is not None
+    assert shared.visible.astype(int).tolist() == [
         [1, 0, 0, 0, 0],
         [1, 1, 0, 0, 0],
         [1, 1, 1, 0, 0],
@@ -89,13 +97,15 @@ def test_layout_of_a_shared_and_a_plain_row() -> None:
     ]
 
 
-def test_rows_are_plain_without_sharing() -> None:
+def test_a_padded_layout_has_one_sample_a_row() -> None:
     samples = samples_of([[1, 2]] * 2, [[3, 4, 5], [6, 7]], [0, 0])
     rows = make_rows(samples, [0, 1], share_prompts=False)
-    layout = make_layout(samples, rows)
     assert rows == [(0,), (1,)]
-    assert layout.visible is None
-    assert layout.positions is None
+    layout = make_layout(samples, rows, packed=False)
+    assert layout.input_ids.tolist() == [[1, 2, 3, 4], [1, 2, 6, 0]]
+    assert layout.predictors.tolist() == [1, 2, 3, 5, 6]
+    assert layout.targets.tolist() == [3, 4, 5, 6, 7]
+    assert (layout.positions, layout.rows) == (None, ())
 
 
 @pytest.mark.parametrize("other", [([1, 3], 0), ([1, 2], 1)])
@@ -111,7 +121,9 @@ def test_rows_hold_each_sample_once_and_stay_short(lengths: list[int]) -> None:
     rows = make_rows(samples, range(len(lengths)), share_prompts=True)
     assert [i for row in rows for i in row] == list(range(len(lengths)))
     assert all(len(row) == 1 or row_length(samples, row) <= SHARED_ROW_TOKENS for row in rows)
-    assert len(make_layout(samples, rows).targets) == sum(lengths)
+    layout = make_layout(samples, rows, packed=True)
+    assert layout.input_ids.size == sum(row_length(samples, row) for row in rows)
+    assert len(layout.targets) == sum(lengths)
 
 
 def test_unpack_keeps_every_array(make_batch: Callable[..., Batch]) -> None:

@@ -24,22 +24,23 @@ def plain_logprobs(model: PreTrainedModel, prompt: list[int], response: list[int
 
 
 @pytest.mark.parametrize("chunk_logits", [policy.CHUNK_LOGITS, 5 * 32, 1])
-@pytest.mark.parametrize("share_prompts", [True, False])
+@pytest.mark.parametrize(("packed", "share_prompts"), [(True, True), (True, False), (False, False)])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_and_their_gradient(
     model: PreTrainedModel,
     make_batch: Callable[..., Batch],
     monkeypatch: pytest.MonkeyPatch,
     temperature: float,
+    packed: bool,
     share_prompts: bool,
     chunk_logits: int,
 ) -> None:
-    """Padding, shared prompts and chunks of the head change neither log-probs nor gradients."""
+    """Padding, packing, shared prompts and chunks of the head change neither log-probs nor gradients."""
     monkeypatch.setattr(policy, "CHUNK_LOGITS", chunk_logits)
     model.double()
-    assert policy.can_share_prompts(model)
+    assert policy.can_pack(model)
     samples = unpack(make_batch())
-    layout = make_layout(samples, make_rows(samples, range(len(samples.groups)), share_prompts))
+    layout = make_layout(samples, make_rows(samples, range(len(samples.groups)), share_prompts), packed)
     logprobs, entropy = policy.token_logprobs(model, layout, temperature)
     assert not entropy.requires_grad
     logprobs.sum().backward()
@@ -61,17 +62,17 @@ def test_logprobs_and_their_gradient(
 
 def test_entropy_of_a_known_distribution(make_batch: Callable[..., Batch], model: PreTrainedModel) -> None:
     samples = unpack(make_batch(groups=(1,)))
-    layout = make_layout(samples, [(0,)])
+    layout = make_layout(samples, [(0,)], packed=True)
     with torch.no_grad():
         _, entropy = policy.token_logprobs(model, layout, 1e6)
     torch.testing.assert_close(entropy, torch.full_like(entropy, 32.0).log(), atol=1e-4, rtol=0)
 
 
-def test_prompts_are_not_shared_behind_a_sliding_window() -> None:
+def test_rows_are_not_packed_behind_a_sliding_window() -> None:
     config = AutoConfig.for_model("mistral", vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
     config.num_attention_heads = config.num_key_value_heads = 2
     config.sliding_window = 4
-    assert not policy.can_share_prompts(AutoModelForCausalLM.from_config(config))
+    assert not policy.can_pack(AutoModelForCausalLM.from_config(config))
 
 
 def test_named_weights_are_what_save_pretrained_writes(model: PreTrainedModel, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from laminar.config import Config
-from laminar.trainer import step
+from laminar.trainer import policy, step
 from laminar.trainer.packing import make_layout, unpack
 from laminar.trainer.policy import token_logprobs
 from laminar.trainer.step import TrainState, learning_rate, train_batch
@@ -35,14 +35,22 @@ def weights_of(state: TrainState) -> dict[str, torch.Tensor]:
 def with_own_logprobs(batch: Batch, state: TrainState, temperature: float = 1.0, noise: float = 0.0) -> Batch:
     """The batch as an engine with the state's weights would have sampled it, with every token unmasked."""
     samples = unpack(batch)
-    layout = make_layout(samples, [(i,) for i in range(len(samples.groups))])
+    layout = make_layout(samples, [(i,) for i in range(len(samples.groups))], packed=False)
     with torch.no_grad():
         logprobs = token_logprobs(state.model, layout, temperature)[0].numpy()
     logprobs = logprobs + np.random.default_rng(0).normal(0, noise, len(logprobs)) if noise else logprobs
     return replace(batch, logprobs=logprobs.astype("<f4").tobytes(), mask=bytes([1] * len(logprobs)))
 
 
-PACKINGS = [(8192, True), (8192, False), (40, True), (40, False), (1, True), (1, False)]
+PACKINGS = [  # tokens of a micro-batch, packed, logits of a chunk
+    (8192, True, 2**25),
+    (8192, True, 5 * 32),
+    (8192, False, 2**25),
+    (40, True, 3 * 32),
+    (40, False, 2**25),
+    (1, True, 1),
+    (1, False, 2**25),
+]
 
 
 @pytest.mark.parametrize("num_mini_batches", [1, 3])
@@ -55,11 +63,12 @@ def test_packing_changes_nothing(
     mode: str,
     num_mini_batches: int,
 ) -> None:
-    """Micro-batch size, padding and shared prompts leave weights and statistics alone to 1e-6."""
+    """Micro-batch size, padding, packing, shared prompts and chunks of the head leave weights and statistics alone."""
     start = {name: tensor.double().clone() for name, tensor in model.state_dict().items()}
     results = []
-    for micro_batch_tokens, share in PACKINGS:
-        monkeypatch.setattr(step, "can_share_prompts", lambda _, share=share: share)
+    for micro_batch_tokens, packed, chunk_logits in PACKINGS:
+        monkeypatch.setattr(policy, "CHUNK_LOGITS", chunk_logits)
+        monkeypatch.setattr(step, "can_pack", lambda _, packed=packed: packed)
         state = plain_descent(model)
         model.load_state_dict(start)
         state.reference = model if num_mini_batches == 1 else None
@@ -120,7 +129,7 @@ def test_the_gradient_is_that_of_the_advantage(
     samples = unpack(batch)
     total = 0.0
     for i, advantage in ((0, -(0.5**0.5)), (1, 0.5**0.5)):
-        layout = make_layout(samples, [(i,)])
+        layout = make_layout(samples, [(i,)], packed=False)
         scale = 0.5**0.5 / (0.5**0.5 + 1e-4)
         total = total - token_logprobs(model, layout, 1.0)[0].sum() * advantage * scale
     (total / len(samples.mask)).backward()  # type: ignore[union-attr]

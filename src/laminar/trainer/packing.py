@@ -1,15 +1,17 @@
 """Which samples go through the model together, in which order: pure functions of the batch.
 
 A batch arrives sorted by (group, index), whatever order it was generated in. It is cut into mini-batches of
-whole groups (one optimizer step each), those into rows, and rows of like length into micro-batches (one
-forward and backward each). None of it changes what is learned; it changes padding.
+whole groups (one optimizer step each), those into rows, and rows into micro-batches (one forward and backward each).
+None of it changes what is learned; it changes what is computed in vain.
 
 A row is one or more samples of a group behind their common prompt, which is then computed once:
 
-    prompt | response a | response b | ... | padding
+    prompt | response a | response b | ...
 
-A response sees the prompt and itself (`Layout.visible`), and its positions count on from the prompt's. Rows
-are padded on the right; as attention is causal, padding is never seen.
+A response sees the prompt and itself (`Row.visible`), and its positions count on from the prompt's. The rows of a
+micro-batch lie one behind the other in one sequence, and each is attended to by itself. A model whose attention is its
+own affair gets one sample a row, and rows of like length padded on the right; as attention is causal, padding is never
+seen.
 """
 
 from __future__ import annotations
@@ -146,37 +148,52 @@ def row_length(samples: Samples, row: Sequence[int]) -> int:
     return len(samples.prompts[row[0]]) + sum(max(len(samples.responses[i]) - 1, 0) for i in row)
 
 
-def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Put rows of like length together, the longest first, while rows x longest stays within the budget.
+def micro_batches(lengths: Sequence[int], token_budget: int, packed: bool) -> list[list[int]]:
+    """Put rows together, the longest first, while their tokens, padding included, stay within the budget.
 
     A row longer than the budget goes alone. Equal lengths keep their order.
 
     Args:
         lengths: of the rows
-        token_budget: padded tokens of a micro-batch
+        token_budget: tokens of a micro-batch
+        packed: whether rows lie one behind the other, without padding
 
     Returns:
         Indices into `lengths` of each micro-batch; each index once.
     """
     batches: list[list[int]] = []
+    tokens = 0
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= token_budget:
+        added = lengths[i] if packed or not batches else lengths[batches[-1][0]]
+        if batches and tokens + added <= token_budget:
             batches[-1].append(i)
+            tokens += added
         else:
             batches.append([i])
+            tokens = lengths[i]
     return batches
 
 
 @dataclass(frozen=True, slots=True)
+class Row:
+    """Where a row lies in its sequence, and who sees whom in it."""
+
+    start: int
+    stop: int
+    visible: NDArray[np.bool_] | None
+    """[L, L] (query, key), or None for plain causal attention"""
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
-    """Input of one forward pass, and where its answers are. B rows of L tokens; T response tokens to predict."""
+    """Input of one forward pass, and where its answers are: B sequences of L tokens, T response tokens to predict."""
 
     input_ids: Int
-    """[B, L], padded with 0 on the right"""
+    """[B, L]; padded with 0 on the right, or packed: one sequence of all rows"""
     positions: Int | None
-    """[B, L], or None for 0, 1, 2, ... in each row"""
-    visible: NDArray[np.bool_] | None
-    """[B, L, L] (query, key), or None for plain causal attention"""
+    """[1, L] if packed, or None for 0, 1, 2, ... in each row"""
+    rows: tuple[Row, ...]
+    """If packed: what `input_ids` is made of, in order"""
     predictors: Int
     """[T]: index into B * L of the token whose output predicts"""
     targets: Int
@@ -185,45 +202,56 @@ class Layout:
     """[T]: index into the response tokens of the batch"""
 
 
-def make_layout(samples: Samples, rows: Sequence[tuple[int, ...]]) -> Layout:
-    """Lay rows out for one forward pass."""
-    longest = max(row_length(samples, row) for row in rows)
-    shape = (len(rows), longest)
-    input_ids = np.zeros(shape, dtype=np.int64)
-    positions = np.zeros(shape, dtype=np.int64)
-    branch = np.zeros(shape, dtype=np.int64)  # 0 for the prompt, then 1, 2, ... for its responses
-    predictors: list[Int] = []
-    for b, row in enumerate(rows):
-        prompt = samples.prompts[row[0]]
-        at = len(prompt)
-        input_ids[b, :at] = prompt
-        positions[b, :at] = np.arange(at)
-        for number, i in enumerate(row, start=1):
-            response = samples.responses[i]
-            end = at + max(len(response) - 1, 0)
-            input_ids[b, at:end] = response[:-1]
-            positions[b, at:end] = len(prompt) + np.arange(end - at)
-            branch[b, at:end] = number
-            if len(response):
-                predictors.append(b * longest + np.concatenate([[len(prompt) - 1], np.arange(at, end)]))
-            at = end
-        branch[b, at:] = len(row) + 1
+def make_layout(samples: Samples, rows: Sequence[tuple[int, ...]], packed: bool) -> Layout:
+    """Lay rows out for one forward pass. Those of several samples have to be packed."""
+    laid = [_lay(samples, row) for row in rows]
+    lengths = [len(ids) for ids, _, _, _ in laid]
+    longest = max(lengths)
+    starts = np.cumsum([0, *lengths[:-1]]) if packed else longest * np.arange(len(rows))
+    input_ids = np.zeros(sum(lengths) if packed else longest * len(rows), dtype=np.int64)
+    for start, (ids, _, _, _) in zip(starts, laid, strict=True):
+        input_ids[start : start + len(ids)] = ids
     flat = [i for row in rows for i in row]
-    shared = len(flat) > len(rows)
     none = np.zeros(0, dtype=np.int64)
     return Layout(
-        input_ids=input_ids,
-        positions=positions if shared else None,
-        visible=_visible(branch) if shared else None,
-        predictors=np.concatenate([none, *predictors]),
+        input_ids=input_ids.reshape(1 if packed else len(rows), -1),
+        positions=np.concatenate([positions for _, positions, _, _ in laid])[None] if packed else None,
+        rows=tuple(
+            Row(int(start), int(start) + length, _visible(branch) if len(row) > 1 else None)
+            for row, start, length, (_, _, branch, _) in zip(rows, starts, lengths, laid, strict=True)
+        )
+        if packed
+        else (),
+        predictors=np.concatenate([none, *(start + at for start, (_, _, _, at) in zip(starts, laid, strict=True))]),
         targets=np.concatenate([none, *(samples.responses[i] for i in flat)]),
         tokens=np.concatenate([none, *(np.arange(samples.starts[i], samples.starts[i + 1]) for i in flat)]),
     )
 
 
+def _lay(samples: Samples, row: Sequence[int]) -> tuple[Int, Int, Int, Int]:
+    """Ids, positions and branches [L] of a row, and the places in it that predict its response tokens [T].
+
+    Branch 0 is the prompt, then come its responses 1, 2, ...
+    """
+    prompt = samples.prompts[row[0]]
+    seen = [samples.responses[i][:-1] for i in row]
+    predictors = [np.zeros(0, dtype=np.int64)]
+    at = len(prompt)
+    for i, response in zip(row, seen, strict=True):
+        if len(samples.responses[i]):
+            predictors.append(np.concatenate([[len(prompt) - 1], np.arange(at, at + len(response))]))
+        at += len(response)
+    positions = [np.arange(len(prompt)), *(len(prompt) + np.arange(len(response)) for response in seen)]
+    return (
+        np.concatenate([prompt, *seen]),
+        np.concatenate(positions),
+        np.repeat(np.arange(len(row) + 1), [len(part) for part in positions]),
+        np.concatenate(predictors),
+    )
+
+
 def _visible(branch: Int) -> NDArray[np.bool_]:
-    """[B, L, L]: a token sees what lies before it (and itself) in its own branch and in the prompt."""
-    query, key = branch[:, :, None], branch[:, None, :]
-    causal = np.tri(branch.shape[1], dtype=np.bool_)
-    visible: NDArray[np.bool_] = causal & ((key == query) | (key == 0))
+    """[L, L]: a token sees what lies before it (and itself) in its own branch and in the prompt."""
+    query, key = branch[:, None], branch[None, :]
+    visible: NDArray[np.bool_] = np.tri(len(branch), dtype=np.bool_) & ((key == query) | (key == 0))
     return visible

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint as recompute
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from laminar.errors import ModelError
 from laminar.golden import GOLDEN_LENGTH, golden_ids
-from laminar.trainer.packing import Layout
+from laminar.trainer.packing import Layout, Row
 
 Dtype = Literal["fp32", "bf16"]
 
-CHUNK_LOGITS = 2**26
-"""Logits held at once. With more, each chunk is computed again in the backward pass."""
+CHUNK_LOGITS = 2**25
+"""Logits held at once."""
 
 
 def load_model(path: Path, allow_pickle: bool = False) -> PreTrainedModel:
@@ -61,11 +63,12 @@ def load_model(path: Path, allow_pickle: bool = False) -> PreTrainedModel:
     return model
 
 
-def can_share_prompts(model: PreTrainedModel) -> bool:
-    """Whether several responses may lie behind one prompt in a row: attention has to honour a mask of ours."""
+def can_pack(model: PreTrainedModel) -> bool:
+    """Whether rows may lie one behind the other in a sequence: the model has to leave attention to us."""
     config = model.config
     full = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
-    return config._attn_implementation == "sdpa" and full and getattr(config, "sliding_window", None) is None
+    plain = full and getattr(config, "sliding_window", None) is None
+    return model._supports_attention_backend and config._attn_implementation == "sdpa" and plain
 
 
 def autocast(dtype: Dtype, device: str = "cpu") -> torch.autocast:
@@ -75,43 +78,80 @@ def autocast(dtype: Dtype, device: str = "cpu") -> torch.autocast:
 def token_logprobs(model: PreTrainedModel, layout: Layout, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probs of the response tokens of a forward pass: log_softmax(fp32 logits / temperature).
 
-    The head is applied at the positions that predict a response token only, and never to more than
-    `CHUNK_LOGITS` logits at once.
-
     Returns:
         Log-probs [T] with gradient if enabled, entropies [T] in nats without.
     """
-    device = model.device
-    inputs: dict[str, Tensor] = {}
-    if layout.visible is not None and layout.positions is not None:
-        inputs = {
-            "attention_mask": torch.from_numpy(layout.visible).to(device).unsqueeze(1),
-            "position_ids": torch.from_numpy(layout.positions).to(device),
-        }
-    input_ids = torch.from_numpy(layout.input_ids).to(device)
-    hidden = model.base_model(input_ids, use_cache=False, **inputs).last_hidden_state
-    predictors = torch.from_numpy(layout.predictors).to(device)
-    targets = torch.from_numpy(layout.targets).to(device)
-    selected = hidden.flatten(0, 1).index_select(0, predictors)
-
-    rows = max(1, CHUNK_LOGITS // model.config.vocab_size)
-    if len(targets) <= rows:
-        return _head_logprobs(model, selected, targets, temperature)
-    chunks = [
-        recompute(_head_logprobs, model, h, t, temperature, use_reentrant=False)
-        for h, t in zip(torch.split(selected, rows), torch.split(targets, rows), strict=True)
-    ]
-    return torch.cat([logprobs for logprobs, _ in chunks]), torch.cat([entropy for _, entropy in chunks])
+    hidden = predicting_states(model, layout)
+    targets = torch.from_numpy(layout.targets).to(model.device)
+    size = chunk_tokens(model)
+    pieces = zip(hidden.split(size), targets.split(size), strict=True)
+    logprobs, entropies = zip(*(head_logprobs(model, h, t, temperature) for h, t in pieces), strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
 
 
-def _head_logprobs(
-    model: PreTrainedModel, hidden: Tensor, targets: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
+def predicting_states(model: PreTrainedModel, layout: Layout) -> Tensor:
+    """[T, D]: what goes into the head at the positions that predict a response token."""
+    predictors = torch.from_numpy(layout.predictors).to(model.device)
+    return _hidden(model, layout).flatten(0, 1).index_select(0, predictors)
+
+
+def chunk_tokens(model: PreTrainedModel) -> int:
+    """How many tokens the head may be applied to at once: beyond that, their logits fill the memory."""
+    return max(1, CHUNK_LOGITS // int(model.config.vocab_size))
+
+
+def head_logprobs(model: PreTrainedModel, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """As `token_logprobs`, from states [T, D] and targets [T]. T is at most `chunk_tokens`."""
     logits = _logits(model, hidden)
     logprobs = torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
+    del logits  # what is made of them is as large
     with torch.no_grad():
-        entropy = torch.special.entr(logprobs.exp()).sum(-1)
+        chances = logprobs.exp()
+        entropy = torch.special.entr(chances, out=chances).sum(-1)
     return logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy
+
+
+def _hidden(model: PreTrainedModel, layout: Layout) -> Tensor:
+    """[B, L, D]: what goes into the head."""
+    input_ids = torch.from_numpy(layout.input_ids).to(model.device)
+    if layout.positions is None:
+        plain: Tensor = model.base_model(input_ids, use_cache=False).last_hidden_state
+        return plain
+    positions = torch.from_numpy(layout.positions).to(model.device)
+    with _attention_by_rows(model, layout.rows):
+        packed: Tensor = model.base_model(input_ids, position_ids=positions, use_cache=False).last_hidden_state
+    return packed
+
+
+@contextmanager
+def _attention_by_rows(model: PreTrainedModel, rows: Sequence[Row]) -> Iterator[None]:
+    """Forward passes in the block are of a packed sequence: each row sees itself only."""
+    masks = [None if row.visible is None else torch.from_numpy(row.visible).to(model.device) for row in rows]
+    token = _rows.set([(row.start, row.stop, mask) for row, mask in zip(rows, masks, strict=True)])
+    model.config._attn_implementation = _BY_ROWS
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = "sdpa"
+        _rows.reset(token)
+
+
+def _attend_by_rows(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **options: Any
+) -> tuple[Tensor, None]:
+    """[1, L, heads, head size] of query, key, value [1, heads, L, head size], in the form that transformers calls."""
+    parts = []
+    for start, stop, visible in _rows.get():
+        q, k, v = query[:, :, start:stop], key[:, :, start:stop], value[:, :, start:stop]
+        mask = None if visible is None else visible[None, None]
+        parts.append(sdpa_attention_forward(module, q, k, v, mask, **options)[0])
+    return torch.cat(parts, dim=1), None
+
+
+# Not every model hands keywords down to its attention.
+_rows: ContextVar[list[tuple[int, int, Tensor | None]]] = ContextVar("rows")
+_BY_ROWS = "laminar_rows"
+AttentionInterface.register(_BY_ROWS, _attend_by_rows)
 
 
 def _logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:

@@ -19,7 +19,15 @@ from laminar.trainer import packing
 from laminar.trainer.advantage import UserAdvantage, group_advantages, reward_statistics
 from laminar.trainer.loss import LossSettings, TokenLoss, UserLoss, decoupled_ppo, policy_loss, token_weights
 from laminar.trainer.packing import Layout, Samples
-from laminar.trainer.policy import autocast, can_share_prompts, load_model, token_logprobs
+from laminar.trainer.policy import (
+    autocast,
+    can_pack,
+    chunk_tokens,
+    head_logprobs,
+    load_model,
+    predicting_states,
+    token_logprobs,
+)
 from laminar.types import Batch, Statistics, Version
 
 INITIAL = Version(0, 0)
@@ -150,14 +158,14 @@ def _prepare(state: TrainState, batch: Batch, samples: Samples, config: Config) 
         advantages = state.user_advantage(samples.rewards, samples.groups)
     mask = samples.mask & ~(samples.truncated & train.mask_truncated)[samples.sequence]
     on_policy = packing.generated_by(batch, state.version)
-    share = can_share_prompts(state.model) and (state.reference is None or can_share_prompts(state.reference))
+    packed = can_pack(state.model) and (state.reference is None or can_pack(state.reference))
     num_mini_batches = 1 if config.schedule == "stream" else train.num_mini_batches  # there a part is a mini-batch
     parts = packing.mini_batches(samples.groups, num_mini_batches, config.seed, batch.update)
     token_advantages = advantages[samples.sequence]
     needs_advantage = state.reference is None and state.token_loss is decoupled_ppo
     taught = mask & (token_advantages != 0) if needs_advantage else mask
     teaches = np.bincount(samples.sequence[taught], minlength=len(samples.groups)) > 0
-    minis = [_micro_batches(samples, part, teaches, share, train.micro_batch_tokens) for part in parts]
+    minis = [_micro_batches(samples, part, teaches, packed, train.micro_batch_tokens) for part in parts]
 
     def tensor(array: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array.copy()).to(device)
@@ -179,15 +187,15 @@ def _prepare(state: TrainState, batch: Batch, samples: Samples, config: Config) 
 
 
 def _micro_batches(
-    samples: Samples, positions: Sequence[int], teaches: NDArray[np.bool_], share_prompts: bool, token_budget: int
+    samples: Samples, positions: Sequence[int], teaches: NDArray[np.bool_], packed: bool, token_budget: int
 ) -> list[_MicroBatch]:
     """Micro-batches of one mini-batch. Samples that teach nothing (equal rewards) are kept apart from the others."""
     result = []
     for wanted in (True, False):
-        rows = packing.make_rows(samples, [i for i in positions if teaches[i] == wanted], share_prompts)
+        rows = packing.make_rows(samples, [i for i in positions if teaches[i] == wanted], packed)
         lengths = [packing.row_length(samples, row) for row in rows]
-        for batch in packing.micro_batches(lengths, token_budget):
-            result.append(_MicroBatch(packing.make_layout(samples, [rows[i] for i in batch]), wanted))
+        for batch in packing.micro_batches(lengths, token_budget, packed):
+            result.append(_MicroBatch(packing.make_layout(samples, [rows[i] for i in batch], packed), wanted))
     return result
 
 
@@ -240,21 +248,54 @@ def _optimizer_step(
 def _accumulate(
     state: TrainState, work: _Work, micro_batch: _MicroBatch, weights: Tensor, config: Config, totals: dict[str, float]
 ) -> float:
-    """Add the gradient of one micro-batch to the parameters and its sums to `totals`. Returns its share of the loss."""
-    train, layout = config.train, micro_batch.layout
+    """Add the gradient of one micro-batch to the parameters and its sums to `totals`. Returns its share of the loss.
+
+    Head and loss go through the tokens chunk by chunk, there and back, so that logits are held of one chunk only.
+    """
+    model, layout = state.model, micro_batch.layout
     tokens = torch.from_numpy(layout.tokens).to(work.mask.device)
+    targets = torch.from_numpy(layout.targets).to(work.mask.device)
     reference = None if state.reference is None else _frozen_logprobs(state.reference, layout, config)
-    with torch.set_grad_enabled(micro_batch.teaches), autocast(train.dtype, state.model.device.type):
-        new, entropy = token_logprobs(state.model, layout, config.rollout.temperature)
+    loss = 0.0
+    gradients: list[Tensor] = []
+    with torch.set_grad_enabled(micro_batch.teaches):
+        with autocast(config.train.dtype, model.device.type):
+            hidden = predicting_states(model, layout)
+        for chunk in torch.arange(len(tokens), device=tokens.device).split(chunk_tokens(model)):
+            states = hidden[chunk].detach().requires_grad_(micro_batch.teaches)
+            with autocast(config.train.dtype, model.device.type):
+                new, entropy = head_logprobs(model, states, targets[chunk], config.rollout.temperature)
+            fixed = None if reference is None else reference[chunk]
+            share = _chunk_loss(state, work, tokens[chunk], new, entropy, fixed, weights, config, totals)
+            if micro_batch.teaches:
+                torch.autograd.backward(share)
+                assert states.grad is not None
+                gradients.append(states.grad)
+            loss += float(share.detach())
+        if micro_batch.teaches:
+            torch.autograd.backward(hidden, torch.cat(gradients))
+    return loss
+
+
+def _chunk_loss(
+    state: TrainState,
+    work: _Work,
+    tokens: Tensor,
+    new: Tensor,
+    entropy: Tensor,
+    reference: Tensor | None,
+    weights: Tensor,
+    config: Config,
+    totals: dict[str, float],
+) -> Tensor:
+    """The share of some tokens in the loss, with gradient by `new`. Adds their sums to `totals`."""
+    train = config.train
     old = new.detach() if work.old is None else work.old[tokens]
     mask, behaviour = work.mask[tokens], work.behaviour[tokens].to(new.dtype)
     settings = LossSettings(train.clip_ratio_low, train.clip_ratio_high, train.is_cap, train.kl_loss_coef)
     loss, sums = policy_loss(
         new, old, behaviour, mask, work.advantage[tokens], weights[tokens], settings, reference, state.token_loss
     )
-    if micro_batch.teaches:
-        torch.autograd.backward(loss)
-
     sums["entropy"] = torch.where(mask, entropy, 0.0).sum()
     gap = (old - behaviour).abs()[mask & work.on_policy[tokens]]
     sums["gap_tokens"] = torch.tensor(len(gap))
@@ -263,7 +304,7 @@ def _accumulate(
         totals[name] += float(value)
     if len(gap):
         totals["gap_max"] = float(np.maximum(totals["gap_max"], float(gap.max())))  # a NaN stays
-    return float(loss.detach())
+    return loss
 
 
 def _token_statistics(totals: Mapping[str, float], has_reference: bool) -> Statistics:
