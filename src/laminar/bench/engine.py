@@ -26,16 +26,18 @@ from laminar.bench.machine import Machine
 from laminar.config import Dtype, RolloutConfig
 from laminar.errors import ModelError
 from laminar.rollout import torch_engine
+from laminar.rollout.attention import TorchAttention
 from laminar.rollout.engine import Request
 from laminar.rollout.kernels import Linear
-from laminar.rollout.kv_cache import KvCache
+from laminar.rollout.native import Native
+from laminar.rollout.sampling import sample
 from laminar.rollout.torch_engine import TorchEngine
 from laminar.trainer.policy import load_model, named_weights
 from laminar.types import SampleId, Sampling, SlotRef, Version
 
 RUNS = 3
 """Counted rounds of each side, after one that is not."""
-RANDOM_LLAMA = {
+RANDOM_LLAMA: dict[str, Any] = {
     "vocab_size": 4096,
     "hidden_size": 256,
     "intermediate_size": 768,
@@ -130,7 +132,7 @@ def measure(settings: Settings, against_transformers: bool, say: Callable[[str],
         ours: list[_Round] = []
         theirs: list[_Round] = []
         if against_transformers:
-            model.to(_DTYPES[settings.dtype])
+            model = model.to(dtype=_DTYPES[settings.dtype])
         for number in range(RUNS + 1):
             ours.append(engine_round(engine, prompts, settings, number))
             say(_progress("laminar", ours[-1], number))
@@ -304,7 +306,7 @@ def _timed_round(engine: TorchEngine, prompts: torch.Tensor, settings: Settings)
 
         return call
 
-    prefill = TorchEngine._prefill
+    prefill: Callable[..., Any] = TorchEngine._prefill
     prefill_s = 0.0
 
     def timed_prefill(*args: Any) -> Any:
@@ -317,9 +319,10 @@ def _timed_round(engine: TorchEngine, prompts: torch.Tensor, settings: Settings)
 
     with (
         patch.object(TorchEngine, "_prefill", timed_prefill),
-        patch.object(KvCache, "attend", timed("attention", KvCache.attend)),
+        patch.object(Native, "attend", timed("attention", Native.attend)),
+        patch.object(TorchAttention, "_attend", timed("attention", TorchAttention._attend)),
         patch.object(Linear, "__call__", timed("linear", Linear.__call__)),
-        patch.object(torch_engine, "sample", timed("sampling", torch_engine.sample)),
+        patch.object(torch_engine, "sample", timed("sampling", sample)),
     ):
         total = engine_round(engine, prompts, settings, RUNS + 1).seconds
     parts = {"prefill": prefill_s, **spent}
