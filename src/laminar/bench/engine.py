@@ -132,7 +132,7 @@ def measure(settings: Settings, against_transformers: bool, say: Callable[[str],
         ours: list[_Round] = []
         theirs: list[_Round] = []
         if against_transformers:
-            model = model.to(dtype=_DTYPES[settings.dtype])
+            torch.nn.Module.to(model, _DTYPES[settings.dtype])
         for number in range(RUNS + 1):
             ours.append(engine_round(engine, prompts, settings, number))
             say(_progress("laminar", ours[-1], number))

@@ -93,7 +93,7 @@ inline float highest(Floats v) {
 
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
-/// Polynomial of Cephes' expf; 0 below -87, exp(88) above 88.
+/// Polynomial of Cephes' expf; 0 below -87, infinite above 88.
 inline Floats exponential(Floats x) {
     const Floats wanted = x;
     x = x < -87.0f ? Floats{} - 87.0f : x;
@@ -109,6 +109,7 @@ inline Floats exponential(Floats x) {
     y = y * r * r + r + 1.0f;
     const Ints exponent = (__builtin_convertvector(n, Ints) + 127) << 23;
     y = y * (Floats)exponent;
+    y = wanted > 88.0f ? Floats{} + std::numeric_limits<float>::infinity() : y;
     return wanted < -87.0f ? Floats{} : y;
 }
 

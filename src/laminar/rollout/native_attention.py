@@ -20,8 +20,8 @@ from laminar.rollout.native import Heads, Native, Plan
 class NativeStep(Step):
     plan: Plan
     """`keys` and `values` are set for each layer in turn."""
-    blocks: NDArray[np.int64]
-    """[2, L, levels]: addresses of a layer's keys, and of its values."""
+    blocks: tuple[int, int, int]
+    """Where the addresses of the first layer's keys by level are, of its values, and bytes from layer to layer."""
     kept: tuple[object, ...]
     """What the plan's addresses point to."""
 
@@ -43,13 +43,13 @@ class NativeAttention:
         ends = np.cumsum([len(sequence.rows) for sequence in sequences])
         tables = None if self._rotary is None else self._rotary.whole(int(positions.max()) + 1)
         cos, sin = (None, None) if tables is None else (table.data_ptr() for table in tables)
-        arrays = (starts, new, rows, ends)
+        blocks, arrays = self._blocks(), (starts, new, rows, ends)
         return NativeStep(
             positions=torch.from_numpy(positions),
             last=torch.from_numpy(last - 1),
             plan=Plan(len(sequences), *(array.ctypes.data for array in arrays), None, None, cos, sin),
-            blocks=self._blocks(),
-            kept=(*arrays, tables),
+            blocks=(blocks.ctypes.data, blocks[1].ctypes.data, blocks.strides[1]),
+            kept=(*arrays, blocks, tables),
         )
 
     def layer(self, i: int, scale: float, norm: HeadNorm | None) -> LayerAttention[NativeStep]:
@@ -57,12 +57,14 @@ class NativeAttention:
         heads = Heads(self._num_heads, self._cache.num_kv_heads, self._cache.head_dim, scale, *norms)
 
         def attend(step: NativeStep, qkv: torch.Tensor) -> torch.Tensor:
-            step.plan.keys, step.plan.values = (part[i].ctypes.data for part in step.blocks)
+            keys, values, stride = step.blocks
+            step.plan.keys, step.plan.values = keys + i * stride, values + i * stride
             return self._native.attend(heads, step.plan, qkv)
 
         return attend
 
     def _blocks(self) -> NDArray[np.int64]:
+        """[2, L, levels]: addresses of keys, and of values."""
         layers = np.arange(self._cache.num_layers)[:, None]
         levels = [(level.keys, level.values) for level in self._cache.levels]
         return np.stack(

@@ -160,6 +160,8 @@ class TorchEngine:
     def _admit(self) -> list[_Job]:
         """Take waiting jobs, oldest first, while there is a slot and KV for them."""
         admitted: list[_Job] = []
+        if not self._waiting:
+            return admitted
         used = self._kv_used()
         while self._waiting and len(self._running) + len(admitted) < self._max_num_seqs:
             job, others = self._waiting[0], len(self._running) + len(admitted)
