@@ -20,7 +20,7 @@ SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embe
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder; every token of its vocabulary but one ends a text, which the benchmark must not mind."""
-    monkeypatch.setattr(Machine, "measure", lambda dtype: Machine(1e11, 1e10))
+    monkeypatch.setattr(Machine, "measure", lambda dtype, clock: Machine(1e11, 1e10))
     LlamaForCausalLM(LlamaConfig(**SHAPE, eos_token_id=list(range(1, 64)))).save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 

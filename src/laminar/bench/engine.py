@@ -141,7 +141,7 @@ def measure(settings: Settings, against_transformers: bool, say: Callable[[str],
                 say(_progress("transformers", theirs[-1], number))
         say("one more round with a clock in it, and the machine's peak rates")
         seconds = _timed_round(engine, prompts, settings)
-        machine = Machine.measure(_DTYPES[settings.dtype])
+        machine = Machine.measure(_DTYPES[settings.dtype], _clock(settings))
         bounds = _bounds(settings, model.config, linear_elements, machine)
     rate = median(one.tokens / one.seconds for one in ours[1:])
     decoded = median((one.tokens - settings.slots) / (one.seconds - one.prefill_s) for one in ours[1:])
