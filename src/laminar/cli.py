@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -37,6 +38,21 @@ Arguments = Annotated[
     typer.Argument(metavar="CONFIG.toml KEY=VALUE", help="A config file, and keys of it to change."),
 ]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")]
+
+
+class BenchDtype(StrEnum):
+    """Choices of `--dtype`."""
+
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+
+class EnginePeer(StrEnum):
+    """Choices of `laminar bench engine --against`."""
+
+    transformers = "transformers"
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
@@ -584,7 +600,7 @@ def bench_step(
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1)] = 64,
     longest: Annotated[int, typer.Option("--longest", min=8, help="Tokens of the longest response.")] = 512,
     micro_batch_tokens: Annotated[int, typer.Option("--micro-batch-tokens", min=1)] = 8192,
-    bf16: Annotated[bool, typer.Option("--bf16", help="Compute in bf16. [default: fp32]")] = False,
+    dtype: Annotated[BenchDtype, typer.Option("--dtype", help="Of the arithmetic.")] = BenchDtype.fp32,
     as_json: AsJson = False,
 ) -> None:
     """Take one optimizer step of the trainer, and a plain padded one, in turn: time, memory, and whether they agree.
@@ -598,8 +614,8 @@ def bench_step(
 
     from laminar.bench.step import Settings, measure
 
-    dtype: Literal["bf16", "fp32"] = "bf16" if bf16 else "fp32"
-    result = measure(Settings(model, groups, group_size, prompt_tokens, longest, micro_batch_tokens, dtype, seed=0))
+    compute: Literal["bf16", "fp32"] = "bf16" if dtype is BenchDtype.bf16 else "fp32"
+    result = measure(Settings(model, groups, group_size, prompt_tokens, longest, micro_batch_tokens, compute, seed=0))
     if as_json:
         print_json(asdict(result))
     else:
@@ -610,6 +626,54 @@ def bench_step(
         print(f"agree    {'yes' if result.agrees else 'NO'}, relative difference {result.difference:.1e}")
     if not result.agrees:
         raise typer.Exit(1)
+
+
+@bench.command("engine")
+def bench_engine(
+    model: Annotated[
+        Path | None, typer.Option("--model", help="A model folder. [default: a random Llama of 5M parameters]")
+    ] = None,
+    slots: Annotated[int, typer.Option("--slots", min=1, help="Sequences decoded at once.")] = 32,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, help="Length of every prompt.")] = 32,
+    group_size: Annotated[int, typer.Option("--group-size", min=1, help="Sequences with the same prompt.")] = 1,
+    new_tokens: Annotated[int, typer.Option("--new-tokens", min=2, help="Length of every response.")] = 64,
+    dtype: Annotated[BenchDtype, typer.Option("--dtype", help="Of weights and arithmetic.")] = BenchDtype.bf16,
+    threads: Annotated[int, typer.Option("--threads", min=1, help="Compute threads.")] = 1,
+    against: Annotated[
+        EnginePeer | None, typer.Option("--against", help="Run this in turn with the engine and give the ratio.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say how many tokens a second the engine makes, and where its time goes.
+
+    Every token is drawn from the full softmax and comes with its log-prob, here and in what it is compared with.
+    Figures are medians of three rounds after a warm-up; with one thread they are of processor time, so that other
+    work on the machine does not count. `roofline` is the share of a part's time that the arithmetic and the bytes
+    it can't do without would take at the peak rates of this machine, which are measured in the same run.
+
+    \b
+    laminar bench engine
+    laminar bench engine --model examples/arithmetic/build/model --against transformers
+    laminar bench engine --slots 64 --group-size 8 --dtype fp32 --json
+    """
+    from dataclasses import asdict
+
+    from laminar.bench.engine import Settings, measure
+
+    settings = Settings(model, slots, prompt_tokens, group_size, new_tokens, dtype.value, threads)
+    result = measure(settings, against is not None, lambda line: print(line, file=sys.stderr, flush=True))
+    if as_json:
+        print_json(asdict(result))
+        return
+    print(f"{result.model}, {result.parameters / 1e6:.1f}M parameters, {result.dtype}, {slots} slots")
+    print(f"engine        {result.tokens_per_s:,.0f} tokens/s; {result.decode_tokens_per_s:,.0f} without the prefill")
+    for name, part in result.parts.items():
+        share = "" if part.roofline is None else f"{part.roofline:8.0%} of it is the roofline"
+        print(f"  {name:11} {part.seconds:8.3f} s{share}")
+    if result.against is not None:
+        print(
+            f"{result.against.name}  {result.against.tokens_per_s:,.0f} tokens/s: the engine has {result.ratio:.2f} x"
+        )
 
 
 def _as_object(problem: UserError) -> dict[str, str | None]:

@@ -41,6 +41,14 @@ def test_a_sample_is_the_same_however_it_is_scheduled(
     check_exact(make_bench(name), _requests(), random.Random(name), kv_tokens=200, dtype=dtype)
 
 
+@pytest.mark.parametrize("name", ["llama tied grouped", "qwen3 own head size"])
+def test_without_compiled_kernels_too(
+    make_bench: Callable[[str], Bench], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("laminar.rollout.native.load", lambda: None)
+    check_exact(make_bench(name), _requests(max_new_tokens=20), random.Random(name), kv_tokens=200, dtype="bf16")
+
+
 @pytest.mark.parametrize("name", FALLBACK)
 def test_the_fallback_is_exact_too(make_bench: Callable[[str], Bench], name: str) -> None:
     bench, requests = make_bench(name), _requests(max_new_tokens=12)[:6]

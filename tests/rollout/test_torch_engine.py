@@ -51,6 +51,19 @@ def test_greedy_tokens_equal_those_of_transformers(make_bench: MakeBench, name: 
         assert np.abs(gap).max() < 1e-4
 
 
+@pytest.mark.parametrize("name", FAST)
+def test_without_compiled_kernels_too(make_bench: MakeBench, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probs of one sample, long enough for a second KV block, and the draws of the compiled kernels."""
+    bench, one = make_bench(name), request(0, 0, random_prompt(0, 50), max_new_tokens=24)
+    compiled = generate(bench.engine(), [one])[one.sample]
+    monkeypatch.setattr("laminar.rollout.native.load", lambda: None)
+    response = generate(bench.engine(), [one])[one.sample]
+    assert response.tokens == compiled.tokens
+    expected = reference_logprobs(bench.model, one.prompt.tolist(), response.tokens)
+    np.testing.assert_allclose(response.logprobs, expected, atol=1e-4)
+    np.testing.assert_allclose(compiled.logprobs, expected, atol=1e-4)
+
+
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_sampled_logprobs_equal_those_of_transformers(make_bench: MakeBench, temperature: float) -> None:
     """Fault 35."""

@@ -16,8 +16,11 @@ import torch
 from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from laminar.rollout.kernels import MIN_LINEAR_ROWS, Linear, Rotary, rms_norm, rotate
-from laminar.rollout.kv_cache import KvCache, KvSequence, Step
+from laminar.rollout.attention import Attention, HeadNorm, LayerAttention, Step, TorchAttention
+from laminar.rollout.kernels import MIN_LINEAR_ROWS, LayerNorm, Linear, Norm, RmsNorm, Rotary
+from laminar.rollout.kv_cache import KvCache, KvSequence
+from laminar.rollout.native import Native, supports
+from laminar.rollout.native_attention import NativeAttention
 
 Rowwise = Callable[[torch.Tensor], torch.Tensor]
 """[N, a] -> [N, b], each row by itself"""
@@ -28,23 +31,28 @@ _PREFILL_TOKENS = 512
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    norm_attention: Rowwise
+    norm_attention: Norm
     qkv: Linear
     """Columns: queries, keys, values."""
+    attention: LayerAttention[Any]
     out: Linear
-    norm_mlp: Rowwise
+    norm_mlp: Norm
     mlp: Rowwise
-    scale: float
-    """Of the queries."""
-    head_norm: Rowwise | None = None
-    """On [N, H + K, D], queries and keys."""
 
 
 class Decoder(ABC):
     """A `Runner` over `KvCache`; the families fill in parameters, layers and embedding."""
 
-    def __init__(self, config: Any, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: str) -> None:
-        """config: the model's transformers config."""
+    def __init__(
+        self,
+        config: Any,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: str,
+        native: Native | None,
+    ) -> None:
+        """config: the model's transformers config. native: kernels to use where they fit the model."""
         self.vocab_size: int = config.vocab_size
         self.max_length: int = config.max_position_embeddings
         self._config, self._dtype, self._device = config, dtype, device
@@ -52,10 +60,11 @@ class Decoder(ABC):
         self._num_kv_heads, self._head_dim = num_kv_heads, head_dim
         self._parameters: dict[str, torch.Tensor] = {}
         self._layers: list[Layer] = []
-        self._final_norm: Rowwise
+        self._final_norm: Norm
         self._head: Linear
-        groups = self._num_heads // num_kv_heads
-        self._cache = KvCache(config.num_hidden_layers, num_kv_heads, groups, head_dim, dtype, device)
+        self._native = native if supports(head_dim) else None
+        self._cache = KvCache(config.num_hidden_layers, num_kv_heads, head_dim, dtype, device)
+        self._attention = self._make_attention()
         self._allocate()
         if not config.tie_word_embeddings:
             self._new("lm_head.weight", self.vocab_size, config.hidden_size)
@@ -84,15 +93,14 @@ class Decoder(ABC):
 
     @torch.inference_mode()
     def forward(self, sequences: Sequence[KvSequence], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
-        ends: dict[int, torch.Tensor] = {}
-        for part in _passes([len(ids) for ids in tokens]):
-            owners = [sequences[i] for i, _, _ in part]
-            step, hidden = self._hidden(owners, [tokens[i][start:stop] for i, start, stop in part])
+        passes = list(_passes([len(ids) for ids in tokens]))
+        ends: list[torch.Tensor] = []
+        for part in passes:
+            step, hidden = self._hidden([sequences[i] for i, _, _ in part], [tokens[i][a:b] for i, a, b in part])
             last = hidden.index_select(0, step.last)
-            ends.update((i, last[row]) for row, (i, _, stop) in enumerate(part) if stop == len(tokens[i]))
-            if len(ends) == len(part) == len(tokens):
-                return self._logits(last)
-        return self._logits(torch.stack([ends[i] for i in range(len(tokens))]))
+            whole = [row for row, (i, _, stop) in enumerate(part) if stop == len(tokens[i])]
+            ends.append(last if len(whole) == len(part) else last[whole])
+        return self._logits(ends[0] if len(ends) == 1 else torch.cat(ends))
 
     @torch.inference_mode()
     def score(self, tokens: Sequence[int]) -> torch.Tensor:
@@ -105,35 +113,23 @@ class Decoder(ABC):
 
     def _hidden(self, sequences: Sequence[KvSequence], tokens: Sequence[Sequence[int]]) -> tuple[Step, torch.Tensor]:
         """Append tokens; the last layer's output for each of them, [N, M]."""
-        step = self._cache.advance(sequences, [len(ids) for ids in tokens])
+        step = self._attention.advance(sequences, [len(ids) for ids in tokens])
         ids = torch.tensor(list(chain.from_iterable(tokens)), device=self._device)
         num_tokens = len(ids)
         hidden = _at_least(self._embed(ids, step.positions), MIN_LINEAR_ROWS)
-        rotation = self._rotation(step)
-        for i, layer in enumerate(self._layers):
-            qkv = layer.qkv(layer.norm_attention(hidden))[:num_tokens]
-            attended = self._attend(step, i, layer, qkv, rotation)
-            hidden = hidden + layer.out(_at_least(attended, MIN_LINEAR_ROWS))
-            hidden = hidden + layer.mlp(layer.norm_mlp(hidden))
+        delta: torch.Tensor | None = None
+        for layer in self._layers:
+            hidden, normed = layer.norm_attention(hidden, delta)
+            attended = layer.attention(step, layer.qkv(normed)[:num_tokens])
+            hidden, normed = layer.norm_mlp(hidden, layer.out(_at_least(attended, MIN_LINEAR_ROWS)))
+            delta = layer.mlp(normed)
+        hidden = hidden if delta is None else hidden + delta
         return step, hidden[:num_tokens]
 
-    def _attend(
-        self, step: Step, i: int, layer: Layer, qkv: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None
-    ) -> torch.Tensor:
-        """[N, (H + 2K) * D] -> [N, H * D]"""
-        heads = qkv.unflatten(-1, (self._num_heads + 2 * self._num_kv_heads, self._head_dim))
-        qk, v = heads[:, : -self._num_kv_heads], heads[:, -self._num_kv_heads :]
-        if layer.head_norm is not None:
-            qk = layer.head_norm(qk)
-        if rotation is not None:
-            qk = rotate(qk, *rotation)
-        q = (qk[:, : self._num_heads] * layer.scale).unflatten(1, (self._num_kv_heads, -1))
-        return self._cache.attend(step, i, q, qk[:, self._num_heads :], v)
-
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, M] -> float32 [N, V]"""
+        """[N, M] -> [N, V]"""
         padded = _at_least(hidden, MIN_LINEAR_ROWS)
-        return self._head(self._final_norm(padded))[: len(hidden)].float()
+        return self._head(self._final_norm(padded, None)[1])[: len(hidden)]
 
     # ------------------------------------------------------------ what a family fills in
 
@@ -148,16 +144,22 @@ class Decoder(ABC):
         """Layer `i` from the parameters."""
 
     @abstractmethod
-    def _output_norm(self) -> Rowwise:
+    def _output_norm(self) -> Norm:
         """The norm before the output layer."""
 
     @abstractmethod
     def _embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """int64 [N] each -> [N, M]"""
 
-    def _rotation(self, step: Step) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Rotary tables of the step's tokens, or None."""
+    def _rotary(self) -> Rotary | None:
+        """Rotary position embedding of queries and keys, if the family has it."""
         return None
+
+    def _make_attention(self) -> Attention[Any]:
+        rotary = self._rotary()
+        if self._native is None:
+            return TorchAttention(self._cache, self._num_heads, rotary)
+        return NativeAttention(self._cache, self._num_heads, rotary, self._native)
 
     def _new(self, name: str, *shape: int) -> torch.Tensor:
         self._parameters[name] = torch.zeros(shape, dtype=self._dtype, device=self._device)
@@ -169,7 +171,7 @@ class LlamaDecoder(Decoder):
 
     _embedding_name = "model.embed_tokens.weight"
 
-    def __init__(self, config: Any, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, config: Any, dtype: torch.dtype, device: str, native: Native | None) -> None:
         family = config.model_type
         self._has_head_norm = family == "qwen3"
         self._qkv_bias = family == "qwen2" or getattr(config, "attention_bias", False)
@@ -177,9 +179,7 @@ class LlamaDecoder(Decoder):
         self._mlp_bias = getattr(config, "mlp_bias", False)
         self._fused: dict[str, torch.Tensor] = {}
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        super().__init__(config, config.num_key_value_heads, head_dim, dtype, device)
-        embedding = LlamaRotaryEmbedding(config)
-        self._rotary = Rotary(embedding.inv_freq.to(device), embedding.attention_scaling, dtype)
+        super().__init__(config, config.num_key_value_heads, head_dim, dtype, device, native)
 
     def _allocate(self) -> None:
         config, hidden, inner = self._config, self._config.hidden_size, self._config.intermediate_size
@@ -218,39 +218,40 @@ class LlamaDecoder(Decoder):
 
         def mlp(x: torch.Tensor) -> torch.Tensor:
             both = gate_up(x)
+            if self._native is not None:
+                return down(self._native.gated(both))
             return down(F.silu(both[:, :inner]).mul_(both[:, inner:]))
 
         return Layer(
             norm_attention=self._norm(f"{layer}.input_layernorm.weight"),
             qkv=self._linear(f"{layer}.self_attn.qkv"),
+            attention=self._attention.layer(i, self._head_dim**-0.5, self._head_norm(f"{layer}.self_attn")),
             out=self._linear(f"{layer}.self_attn.o_proj"),
             norm_mlp=self._norm(f"{layer}.post_attention_layernorm.weight"),
             mlp=mlp,
-            scale=self._head_dim**-0.5,
-            head_norm=self._head_norm(f"{layer}.self_attn") if self._has_head_norm else None,
         )
 
     def _linear(self, name: str) -> Linear:
         return Linear(self._fused[f"{name}.weight"], self._fused.get(f"{name}.bias"))
 
-    def _norm(self, name: str) -> Rowwise:
-        weight, eps = self._parameters[name], self._config.rms_norm_eps
-        return lambda x: rms_norm(x, weight, eps)
+    def _norm(self, name: str) -> Norm:
+        return RmsNorm(self._parameters[name], self._config.rms_norm_eps, self._native)
 
-    def _head_norm(self, attention: str) -> Rowwise:
+    def _head_norm(self, attention: str) -> HeadNorm | None:
+        if not self._has_head_norm:
+            return None
         q, k = self._parameters[f"{attention}.q_norm.weight"], self._parameters[f"{attention}.k_norm.weight"]
-        weight = torch.cat((q.expand(self._num_heads, -1), k.expand(self._num_kv_heads, -1)))
-        eps = self._config.rms_norm_eps
-        return lambda x: rms_norm(x, weight, eps)
+        return HeadNorm(q, k, self._config.rms_norm_eps)
 
-    def _output_norm(self) -> Rowwise:
+    def _output_norm(self) -> Norm:
         return self._norm("model.norm.weight")
 
     def _embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, self._parameters[self._embedding_name])
 
-    def _rotation(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._rotary.tables(step.positions, step.longest)
+    def _rotary(self) -> Rotary:
+        embedding = LlamaRotaryEmbedding(self._config)
+        return Rotary(embedding.inv_freq.to(self._device), embedding.attention_scaling, self._dtype)
 
 
 class Gpt2Decoder(Decoder):
@@ -258,9 +259,9 @@ class Gpt2Decoder(Decoder):
 
     _embedding_name = "transformer.wte.weight"
 
-    def __init__(self, config: Any, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, config: Any, dtype: torch.dtype, device: str, native: Native | None) -> None:
         heads = config.num_attention_heads
-        super().__init__(config, heads, config.hidden_size // heads, dtype, device)
+        super().__init__(config, heads, config.hidden_size // heads, dtype, device, native)
 
     def _allocate(self) -> None:
         hidden = self._config.hidden_size
@@ -287,21 +288,20 @@ class Gpt2Decoder(Decoder):
         return Layer(
             norm_attention=self._norm(f"{layer}.ln_1"),
             qkv=self._linear(f"{layer}.attn.c_attn"),
+            attention=self._attention.layer(i, self._head_dim**-0.5 / divisor, None),
             out=self._linear(f"{layer}.attn.c_proj"),
             norm_mlp=self._norm(f"{layer}.ln_2"),
             mlp=lambda x: down(F.gelu(up(x), approximate="tanh")),
-            scale=self._head_dim**-0.5 / divisor,
         )
 
     def _linear(self, name: str) -> Linear:
         return Linear(self._parameters[f"{name}.weight"].t(), self._parameters[f"{name}.bias"])
 
-    def _norm(self, name: str) -> Rowwise:
+    def _norm(self, name: str) -> Norm:
         weight, bias = self._parameters[f"{name}.weight"], self._parameters[f"{name}.bias"]
-        eps = self._config.layer_norm_epsilon
-        return lambda x: F.layer_norm(x, weight.shape, weight, bias, eps)
+        return LayerNorm(weight, bias, self._config.layer_norm_epsilon)
 
-    def _output_norm(self) -> Rowwise:
+    def _output_norm(self) -> Norm:
         return self._norm("transformer.ln_f")
 
     def _embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

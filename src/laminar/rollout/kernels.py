@@ -8,8 +8,12 @@ tensor, that is if the last dimension is whole SIMD vectors, or is walked by its
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional as F
+
+from laminar.rollout.native import Native
 
 MIN_LINEAR_ROWS = 2
 MIN_QUERY_ROWS = 4
@@ -42,6 +46,10 @@ class Linear:
         return y if y.shape[-1] == self._out_features else y[..., : self._out_features]
 
 
+Norm = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
+"""(hidden [N, M], what to add to it or None) -> (their sum, its norm). May write the sum into `hidden`."""
+
+
 def batched_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """[n, r, i] x [n, i, j] -> [n, r, j], for r >= `MIN_QUERY_ROWS`."""
     if len(a) > 1:
@@ -55,29 +63,58 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
+class RmsNorm:
+    """A `Norm` with root-mean-square statistics."""
+
+    def __init__(self, weight: torch.Tensor, eps: float, native: Native | None) -> None:
+        self._weight, self._eps, self._native = weight, eps, native
+
+    def __call__(self, hidden: torch.Tensor, delta: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._native is not None:
+            return hidden, self._native.rms_norm(hidden, delta, self._weight, self._eps)
+        hidden = hidden if delta is None else hidden + delta
+        return hidden, rms_norm(hidden, self._weight, self._eps)
+
+
+class LayerNorm:
+    """A `Norm` with mean and variance."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> None:
+        self._weight, self._bias, self._eps = weight, bias, eps
+
+    def __call__(self, hidden: torch.Tensor, delta: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = hidden if delta is None else hidden + delta
+        return hidden, F.layer_norm(hidden, self._weight.shape, self._weight, self._bias, self._eps)
+
+
 class Rotary:
     """Rotary position embedding in the half-split layout, from a table that grows in fixed pieces."""
 
     _PIECE = 1024
 
     def __init__(self, inverse_frequencies: torch.Tensor, scaling: float, dtype: torch.dtype) -> None:
-        """inverse_frequencies: float32 [D/2]."""
+        """inverse_frequencies: float32 [D/2]. dtype: what the table is rounded to, as transformers does."""
         self._frequencies, self._scaling, self._dtype = inverse_frequencies, scaling, dtype
-        self._cos = self._sin = inverse_frequencies.new_empty((0, 2 * len(inverse_frequencies)), dtype=dtype)
+        self._cos = self._sin = inverse_frequencies.new_empty((0, 2 * len(inverse_frequencies)))
+
+    def whole(self, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, signed sin) float32 [P, D], P >= `longest` positions. Never written to again."""
+        while len(self._cos) < longest:
+            self._grow()
+        return self._cos, self._sin
 
     def tables(self, positions: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(cos, signed sin) [N, 1, D] for int64 positions [N], all < `longest`."""
-        while len(self._cos) < longest:
-            self._grow()
-        return self._cos.index_select(0, positions)[:, None], self._sin.index_select(0, positions)[:, None]
+        cos, sin = (table.index_select(0, positions)[:, None] for table in self.whole(longest))
+        return cos.to(self._dtype), sin.to(self._dtype)
 
     def _grow(self) -> None:
         start = len(self._cos)
         steps = torch.arange(start, start + self._PIECE, device=self._frequencies.device, dtype=torch.float32)
         angles = steps[:, None] * self._frequencies
-        cos, sin = angles.cos() * self._scaling, angles.sin() * self._scaling
-        self._cos = torch.cat((self._cos, torch.cat((cos, cos), -1).to(self._dtype)))
-        self._sin = torch.cat((self._sin, torch.cat((-sin, sin), -1).to(self._dtype)))
+        cos, sin = ((part * self._scaling).to(self._dtype).float() for part in (angles.cos(), angles.sin()))
+        self._cos = torch.cat((self._cos, torch.cat((cos, cos), -1)))
+        self._sin = torch.cat((self._sin, torch.cat((-sin, sin), -1)))
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:

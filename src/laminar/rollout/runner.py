@@ -35,7 +35,7 @@ class Runner(Protocol, Generic[S]):
         """Free a sequence's memory."""
 
     def forward(self, sequences: Sequence[S], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Append tokens to each sequence; float32 [S, V] logits after the last token of each."""
+        """Append tokens to each sequence; [S, V] logits after the last token of each, fp32 or the weights' dtype."""
 
     def score(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Float32 [T, V] logits after each of `tokens`, in a sequence of their own."""
+        """[T, V] logits after each of `tokens`, in a sequence of their own; dtype as in `forward`."""

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
+from laminar.rollout.native import Native
 from laminar.types import Sampling
 
 _GOLDEN_GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -46,28 +47,48 @@ def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def sample(
-    logits: torch.Tensor, uniforms: ArrayLike, sampling: Sequence[Sampling]
+    logits: torch.Tensor, uniforms: ArrayLike, sampling: Sequence[Sampling], native: Native | None = None
 ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
     """Draw one token a row by inverse CDF.
 
     Args:
-        logits: float32 [B, V].
+        logits: fp32 or bf16 [B, V].
         uniforms: float64 [B] in [0, 1).
         sampling: [B] parameters of each row. Temperature 0 takes the most likely token. `top_k`, then
             `top_p` narrow what may be drawn.
+        native: kernels for the rows that are not narrowed. Which way a row takes is its own affair.
 
     Returns:
         tokens int32 [B], and their log-probs float32 [B] under the *full* softmax at the row's temperature
         (at temperature 1 for greedy rows).
     """
+    drawn = np.asarray(uniforms, dtype=np.float64)
+    if native is None:
+        return _sample(logits.float(), drawn, sampling)
+    narrowed = [i for i, row in enumerate(sampling) if _is_narrowed(row)]
+    tokens, logprobs = native.draw(logits, np.array([row.temperature for row in sampling], dtype=np.float32), drawn)
+    if narrowed:
+        rows = [sampling[i] for i in narrowed]
+        tokens[narrowed], logprobs[narrowed] = _sample(logits[narrowed].float(), drawn[narrowed], rows)
+    return tokens, logprobs
+
+
+def _is_narrowed(row: Sampling) -> bool:
+    return row.temperature > 0 and (row.top_p < 1 or row.top_k > 0)
+
+
+def _sample(
+    logits: torch.Tensor, uniforms: NDArray[np.float64], sampling: Sequence[Sampling]
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """`sample` with torch, for fp32 logits."""
     scaled = _scale(logits, [row.temperature or 1.0 for row in sampling])
     peak = scaled.amax(-1, keepdim=True)
     weights = (scaled - peak).exp_()
     totals = _bucket_sums(weights).sum(-1)
     for i, row in enumerate(sampling):
-        if row.temperature > 0 and (row.top_p < 1 or row.top_k > 0):
+        if _is_narrowed(row):
             _narrow(weights[i], row)
-    tokens = _draw(weights, torch.as_tensor(np.asarray(uniforms, dtype=np.float64), device=logits.device))
+    tokens = _draw(weights, torch.as_tensor(uniforms, device=logits.device))
     greedy = [i for i, row in enumerate(sampling) if row.temperature == 0]
     if greedy:
         tokens[greedy] = logits[greedy].argmax(-1)

@@ -27,10 +27,12 @@ from transformers import AutoConfig
 from laminar.config import RolloutConfig
 from laminar.errors import EngineError, ModelError, WeightsError
 from laminar.golden import golden_ids
+from laminar.rollout import native
 from laminar.rollout.decoder import Gpt2Decoder, LlamaDecoder
 from laminar.rollout.engine import FloatArray, Progress, Request, WeightSource
 from laminar.rollout.fallback import FallbackDecoder
 from laminar.rollout.families import is_fast, supports
+from laminar.rollout.native import Native
 from laminar.rollout.runner import Runner
 from laminar.rollout.sampling import keyed_uniform, sample
 from laminar.rollout.stopping import StopRules
@@ -79,7 +81,8 @@ class TorchEngine:
         self._seed, self._source, self._dtype = seed, source, config.dtype
         self._golden_tolerance = golden_tolerance
         self._max_num_seqs = config.max_num_seqs
-        self._runner = build_runner(model_path, _DTYPES[config.dtype], device, self._exact)
+        self._native = native.load() if device == "cpu" else None
+        self._runner = build_runner(model_path, _DTYPES[config.dtype], device, self._exact, self._native)
         self._kv_capacity = config.kv_tokens or config.max_num_seqs * self._runner.max_length
         self._stop_rules = StopRules.of_model(model_path)
         self._waiting: list[_Job] = []
@@ -157,6 +160,8 @@ class TorchEngine:
     def _admit(self) -> list[_Job]:
         """Take waiting jobs, oldest first, while there is a slot and KV for them."""
         admitted: list[_Job] = []
+        if not self._waiting:
+            return admitted
         used = self._kv_used()
         while self._waiting and len(self._running) + len(admitted) < self._max_num_seqs:
             job, others = self._waiting[0], len(self._running) + len(admitted)
@@ -200,7 +205,7 @@ class TorchEngine:
             [job.request.attempt for job in jobs],
             [len(job.response) for job in jobs],
         )
-        tokens, logprobs = sample(logits, uniforms, [job.request.sampling for job in jobs])
+        tokens, logprobs = sample(logits, uniforms, [job.request.sampling for job in jobs], self._native)
         progress = []
         for job, token, logprob in zip(jobs, tokens.tolist(), logprobs, strict=True):
             job.response.append(token)
@@ -246,7 +251,7 @@ class TorchEngine:
 
     def _golden(self) -> FloatArray:
         ids = golden_ids(self._runner.vocab_size, self._runner.max_length)
-        logprobs = torch.log_softmax(self._runner.score(ids[:-1]), -1)
+        logprobs = torch.log_softmax(self._runner.score(ids[:-1]).float(), -1)
         return np.array([logprobs[i, token].item() for i, token in enumerate(ids[1:])], dtype=np.float32)
 
     def _check_golden(self, ref: SlotRef, expected: FloatArray) -> None:
@@ -278,7 +283,7 @@ class TorchEngine:
             )
 
 
-def build_runner(model_path: Path, dtype: torch.dtype, device: str, exact: bool) -> Runner[Any]:
+def build_runner(model_path: Path, dtype: torch.dtype, device: str, exact: bool, kernels: Native | None) -> Runner[Any]:
     """The fast path if it has the model's kernels, else the model's own forward.
 
     Raises:
@@ -295,7 +300,7 @@ def build_runner(model_path: Path, dtype: torch.dtype, device: str, exact: bool)
     if not is_fast(raw):
         return FallbackDecoder(config, dtype, device, exact)
     family = Gpt2Decoder if raw["model_type"] == "gpt2" else LlamaDecoder
-    return family(config, dtype, device)
+    return family(config, dtype, device, kernels)
 
 
 def _progress(job: _Job, tokens: Sequence[int], logprobs: Sequence[float], reason: str | None) -> Progress:
