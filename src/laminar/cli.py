@@ -298,7 +298,7 @@ def ps(run: Run, as_json: AsJson = False) -> None:
     print(f"{'role':10} {'id':12} {'pid':>8}  {'state':10} {'doing':16} version")
     for p in found["processes"]:
         version = "-" if p["version"] is None else p["version"]
-        print(f"{p['role']:10} {p['id']:12} {p['pid']:>8}  {p['state']:10} {p['doing'] or '-':16} {version}")
+        print(f"{p['role']:10} {p['id']:12} {p['pid']:>8}  {p['state']:10} {p.get('doing') or '-':16} {version}")
 
 
 @app.command()

@@ -154,7 +154,7 @@ def activities(processes: Iterable[dict[str, Any]]) -> str:
     others: dict[str, list[str]] = {}
     replicas: dict[str, list[int]] = {}
     for p in processes:
-        word, _, unfinished = (p["doing"] or p["state"]).partition(" ")
+        word, _, unfinished = (p.get("doing") or p["state"]).partition(" ")
         if p["state"] != "alive":
             others.setdefault(p["state"], []).append(p["id"])
         elif p["role"] == "replica":

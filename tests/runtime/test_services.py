@@ -173,9 +173,9 @@ def test_an_event_is_on_disk_before_its_commands_are_known(manager: ManagerServi
 
 def test_an_event_log_that_can_not_be_written_is_one_message(tmp_path: Path) -> None:
     """Who asks hears it, and ends the run: another start would end in the same way."""
-    (tmp_path / "000001.jsonl").symlink_to("/dev/full")
-    with pytest.raises(StorageError, match=r"000001\.jsonl: can't be written: No space left on device"):
-        ManagerService(make_settings(), tmp_path, Recovered(1), Clock())
+    (tmp_path / "events").write_text("not a folder")
+    with pytest.raises(StorageError, match=r"events/000001\.jsonl: can't be written: Not a directory"):
+        ManagerService(make_settings(), tmp_path / "events", Recovered(1), Clock())
 
 
 def test_what_each_process_does_is_told(manager: ManagerService) -> None:
