@@ -85,17 +85,21 @@ def test_a_ledger_that_does_not_close_exits_with_1(laminar: Laminar, folder: Run
 
 def test_ps(laminar: Laminar, folder: RunFolder) -> None:
     assert laminar.json("ps", folder.path) == {"processes": []}
-    rows = [
-        {"role": "driver", "id": "driver", "pid": os.getpid(), "node": "local", "state": "alive", "version": None},
-        {"role": "replica", "id": "replica-0", "pid": 2**22 + 1, "node": "local", "state": "alive", "version": 3},
+    common = {"node": "local", "state": "alive"}
+    rows: list[dict[str, object]] = [
+        common | {"role": "driver", "id": "driver", "pid": os.getpid(), "doing": None, "version": None},
+        common | {"role": "trainer", "id": "trainer", "pid": os.getpid(), "doing": "training", "version": 3},
+        common | {"role": "replica", "id": "replica-0", "pid": 2**22 + 1, "doing": "generating 12", "version": 3},
     ]
     write_json(folder.processes, {"processes": rows})
-    assert laminar.json("ps", folder.path) == {"processes": [rows[0], rows[1] | {"state": "ended"}]}
+    assert laminar.json("ps", folder.path) == {"processes": [*rows[:2], rows[2] | {"state": "ended", "doing": None}]}
     assert laminar("ps", folder.path) == 0
-    head, driver, replica = (line.split() for line in laminar.out.splitlines())
-    assert head == ["role", "id", "pid", "state", "version"]
-    assert driver == ["driver", "driver", str(os.getpid()), "alive", "-"]
-    assert replica == ["replica", "replica-0", str(2**22 + 1), "ended", "3"]
+    assert [line.split() for line in laminar.out.splitlines()] == [
+        ["role", "id", "pid", "state", "doing", "version"],
+        ["driver", "driver", str(os.getpid()), "alive", "-", "-"],
+        ["trainer", "trainer", str(os.getpid()), "alive", "training", "3"],
+        ["replica", "replica-0", str(2**22 + 1), "ended", "-", "3"],
+    ]
 
 
 def test_samples(laminar: Laminar, folder: RunFolder) -> None:

@@ -374,17 +374,20 @@ def ledger(run: Run, as_json: AsJson = False) -> None:
 
 @app.command()
 def ps(run: Run, as_json: AsJson = False) -> None:
-    """List the processes of a run: role, pid, state, and the weight version each holds."""
+    """List the processes of a run: role, pid, state, what it does, and the weight version it holds.
+
+    A replica that is `generating 12` has 12 unfinished samples.
+    """
     from laminar import reports
 
     found = reports.processes(reports.open_run(run))
     if as_json:
         print_json(found)
         return
-    print(f"{'role':10} {'id':12} {'pid':>8}  {'state':10} version")
+    print(f"{'role':10} {'id':12} {'pid':>8}  {'state':10} {'doing':16} version")
     for p in found["processes"]:
         version = "-" if p["version"] is None else p["version"]
-        print(f"{p['role']:10} {p['id']:12} {p['pid']:>8}  {p['state']:10} {version}")
+        print(f"{p['role']:10} {p['id']:12} {p['pid']:>8}  {p['state']:10} {p.get('doing') or '-':16} {version}")
 
 
 @app.command()

@@ -158,7 +158,7 @@ def _bound_violations(db: sqlite3.Connection, folder: RunFolder) -> Iterator[str
 def processes(folder: RunFolder) -> Json:
     """Roles, pids, states and versions; a process that is not there any more is `ended`."""
     rows = read_json(folder.processes, {"processes": []})["processes"]
-    return {"processes": [row if is_running(row["pid"]) else row | {"state": "ended"} for row in rows]}
+    return {"processes": [row if is_running(row["pid"]) else row | {"state": "ended", "doing": None} for row in rows]}
 
 
 def samples(

@@ -11,7 +11,7 @@ import time
 from laminar.control import codec
 from laminar.control.events import DrainRequested, ScaleRequested
 from laminar.errors import ConfigError, StorageError
-from laminar.run_folder import RunFolder, is_running, read_json, write_atomic
+from laminar.run_folder import RunFolder, is_running, read_json, write_atomic, writing
 
 TAKEN_WITHIN_S = 10.0
 """A driver that lives looks several times a second."""
@@ -34,7 +34,8 @@ def send(folder: RunFolder, request: Request, within_s: float = TAKEN_WITHIN_S) 
         raise ConfigError("no such replica", where=str(folder.path), got=request.replica, expected=", ".join(replicas))
     if isinstance(request, DrainRequested) and len(replicas) == 1:
         raise ConfigError("the last replica can't leave", got=request.replica, fix="stop the run with Ctrl-C instead")
-    folder.requests.mkdir(exist_ok=True)
+    with writing(folder.requests):
+        folder.requests.mkdir(exist_ok=True)
     path = folder.requests / f"{time.time_ns()}.json"
     write_atomic(path, json.dumps(codec.encode(request)))
     deadline = time.monotonic() + within_s

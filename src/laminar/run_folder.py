@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from laminar.errors import StorageError
 SHARED_MEMORY = Path("/dev/shm")
 NODE = "local"
 """Name of the only machine."""
+SHOW_STACKS = signal.SIGUSR1
+"""A process of a run that gets it writes what each of its threads is doing into its log, whatever holds it up."""
 
 
 class RunFolder:
@@ -69,11 +73,25 @@ class RunFolder:
         return SHARED_MEMORY / f"laminar-{self.tag}-{node}"
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raises StorageError for what keeps `path` from being written: a full disk, a missing right, a quota."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"can't be written: {error.strerror or error}",
+            where=str(path),
+            fix="make room or give the right, then go on",
+        ) from error
+
+
 def write_atomic(path: Path, text: str) -> None:
-    """Replace `path` by `text`: readers see the old or the new, never half."""
+    """Replace `path` by `text`: readers see the old or the new, never half. Raises StorageError."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    with writing(path):
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
 
 
 def write_json(path: Path, value: object) -> None:
@@ -119,8 +137,20 @@ class NewRows:
 
 def is_running(pid: int) -> bool:
     """Whether there is such a process, and not only its remains."""
+    stat = _stat(pid)
+    return stat is not None and stat[0] != "Z"
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that this one has started and that are there, or their remains."""
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [p for p in pids if (stat := _stat(p)) is not None and int(stat[1]) == pid]
+
+
+def _stat(pid: int) -> list[str] | None:
+    """State, parent and more of a process, as /proc has them."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
+        return None
+    return stat.rpartition(")")[2].split()

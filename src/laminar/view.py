@@ -6,13 +6,14 @@ On a terminal one line is kept up to date; anywhere else each iteration is a pla
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from types import TracebackType
 from typing import Any, Self
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from laminar.run_folder import NewRows, RunFolder, read_json
 
@@ -45,6 +46,16 @@ class Follower:
         self._look()
 
 
+class _WithLine(Progress):
+    """A line of text below the bar."""
+
+    line = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        yield Text(self.line, style="dim", overflow="ellipsis", no_wrap=True)
+
+
 class View:
     """Follows a run folder in a thread while the `with` block lasts."""
 
@@ -62,7 +73,7 @@ class View:
         """Version and time of the first row of this start: start-up says nothing about the rest."""
         self._phase = ""
         self._first_prompt_shown = False
-        self._progress = Progress(
+        self._progress = _WithLine(
             SpinnerColumn(),
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
@@ -90,6 +101,8 @@ class View:
         self._progress.console.print(line, markup=False, soft_wrap=True)
 
     def _look(self) -> None:
+        processes = read_json(self.folder.processes, {"processes": []})["processes"]
+        self._progress.line = activities(processes)
         if not self._first_prompt_shown and self.folder.first_prompt.exists():
             self._first_prompt_shown = True
             prompt = self.folder.first_prompt.read_text(encoding="utf-8")
@@ -111,11 +124,10 @@ class View:
                 left=left.strip(" ,"),
             )
         if not self._has_rows:
-            self._show_phase()
+            self._show_phase(processes)
 
-    def _show_phase(self) -> None:
+    def _show_phase(self, rows: Sequence[dict[str, Any]]) -> None:
         """What is going on before the first iteration is done."""
-        rows = read_json(self.folder.processes, {"processes": []})["processes"]
         states = {row["state"] for row in rows if row["role"] != "driver"}
         phase = "starting" if not rows or "starting" in states else "generating the first batch"
         if phase != self._phase:
@@ -132,6 +144,27 @@ class View:
         done, spent = row["version"] - self._pace[0], row["time_s"] - self._pace[1]
         left = self.iterations - row["version"]
         return f", about {_duration(left * spent / done)} left" if done and left else ""
+
+
+def activities(processes: Iterable[dict[str, Any]]) -> str:
+    """What all but the driver do, in a line: replicas by number, with their unfinished samples; who is not alive by id.
+
+    "waiting: trainer  alive: relay, scorer  suspect: replica-3  replicas: 3 generating 36, 1 pulling"
+    """
+    others: dict[str, list[str]] = {}
+    replicas: dict[str, list[int]] = {}
+    for p in processes:
+        word, _, unfinished = (p.get("doing") or p["state"]).partition(" ")
+        if p["state"] != "alive":
+            others.setdefault(p["state"], []).append(p["id"])
+        elif p["role"] == "replica":
+            replicas.setdefault(word, []).append(int(unfinished or 0))
+        elif p["role"] != "driver":
+            others.setdefault(word, []).append(p["role"])
+    parts = [f"{word}: {', '.join(names)}" for word, names in others.items()]
+    if counts := [f"{len(held)} {word} {sum(held) or ''}".rstrip() for word, held in replicas.items()]:
+        parts.append(f"replicas: {', '.join(counts)}")
+    return "  ".join(parts)
 
 
 def describe(row: dict[str, Any], iterations: int | None) -> str:

@@ -595,7 +595,7 @@ def test_an_engine_error_is_another_attempt_with_other_tokens(tmp_path: Path) ->
     hand.finish([other])
     hand.score()
     hand.make(1)
-    hand.train(0)
+    assert hand.train(0).rewards == (1.0, 0.0, 1.0), "no reward stands for the one that failed"
     (row,) = read_jsonl(tmp_path / "metrics.jsonl")
     assert (row["num_samples"], row["num_retried"], row["failures/engine"], row["failures/reward"]) == (3, 1, 2, 0)
 
@@ -697,6 +697,26 @@ def test_a_cut_survives_power_loss(store: DataStore, hand: Hand) -> None:
     store.db.set_trace_callback(None)
     begin, commit = words.index("BEGIN"), words.index("COMMIT")
     assert words[begin - 1] == words[commit + 1] == "PRAGMA"
+
+
+@pytest.mark.parametrize("what", ["metrics", "outbox"])
+def test_a_disk_that_is_full_at_another_moment_is_one_too(hand: Hand, tmp_path: Path, what: str) -> None:
+    """What was committed stays: the next start writes the file anew."""
+    hand.make(2)
+    store = hand.store
+    if what == "metrics":
+        (tmp_path / "metrics.jsonl").unlink()
+        (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+        with pytest.raises(StorageError, match=r"metrics\.jsonl: can't be written: No space left"):
+            hand.train(0)
+        (tmp_path / "metrics.jsonl").unlink()
+    else:
+        hand.train(0)
+        store.db.execute("PRAGMA query_only = ON")
+        with pytest.raises(StorageError, match="the database can't be written"):
+            store.events(1)
+    open_store(tmp_path, store.settings).close()
+    assert [row["version"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1]
 
 
 def test_a_full_disk_is_a_message(store: DataStore, hand: Hand) -> None:

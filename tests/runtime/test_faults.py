@@ -55,8 +55,9 @@ def test_a_run_that_stalls_says_who_waits_and_what_all_were_doing(run: Run, rewa
     message = str(failure.value)
     assert "nothing has finished for" in message and "batch 0 needs 4 buffered groups" in message
     logs = Path(message.partition("logs: ")[2].splitlines()[0])
-    for process in ("trainer", "replica-0", "relay-0", "datastore", "scorer", "manager"):
+    for process in ("trainer", "replica-0", "relay-0", "datastore", "scorer", "manager", "driver", "rewards"):
         assert "most recent call first" in (logs / f"{process}.log").read_text(), process
+    assert "in hangs" in (logs / "rewards.log").read_text(), "which reward function it is"
 
 
 def test_failed_scores_are_dropped_not_trained(run: Run, rewards: Path) -> None:

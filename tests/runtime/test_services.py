@@ -15,6 +15,7 @@ from laminar.control import codec
 from laminar.control.commands import EndRun, Issue, Numbered, Pull, Stop
 from laminar.control.events import (
     Beat,
+    Issued,
     ProcessEnded,
     ProcessStarted,
     Recovered,
@@ -26,9 +27,11 @@ from laminar.control.events import (
     TrainerBeat,
 )
 from laminar.control.mailbox import Inbox
+from laminar.errors import StorageError
 from laminar.runtime.services import ManagerService, StoreService
 from laminar.types import ReplicaReport, ScoreReport, Trained, Version
 from tests.control.plans import make_settings
+from tests.control.scene import samples
 from tests.data.driving import V0, Clock, Hand, Prompts, open_store
 
 V1 = Version(0, 1)
@@ -164,6 +167,29 @@ def test_an_event_is_on_disk_before_its_commands_are_known(manager: ManagerServi
         before = (tmp_path / "000001.jsonl").read_text()
         assert await manager.beat(replica(None), NOTHING, 0.0)
         assert '"Pull"' in before and before.endswith("\n")
+
+    run(body())
+
+
+def test_an_event_log_that_can_not_be_written_is_one_message(tmp_path: Path) -> None:
+    """Who asks hears it, and ends the run: another start would end in the same way."""
+    (tmp_path / "events").write_text("not a folder")
+    with pytest.raises(StorageError, match=r"events/000001\.jsonl: can't be written: Not a directory"):
+        ManagerService(make_settings(), tmp_path / "events", Recovered(1), Clock())
+
+
+def test_what_each_process_does_is_told(manager: ManagerService) -> None:
+    """`laminar ps` and the live view: replicas and trainer in their own words, others by being there."""
+
+    async def body() -> None:
+        await manager.beat(TrainerBeat(1, V0, 0, "waiting"), NOTHING, 0.0)
+        await manager.beat(relay(V0), NOTHING, 0.0)
+        await manager.beat(replica(V0), NOTHING, 0.0)
+        await manager.store_poll(
+            1, StoreEvents(1, (Issued("r0", 1, V0, "train", (0,), samples([0]), False),)), NOTHING, 0.0
+        )
+        said = {p["id"]: p["doing"] for p in manager.processes()}
+        assert said == {"trainer": "waiting", "relay": None, "r0": "generating 2", "datastore": None}
 
     run(body())
 

@@ -233,6 +233,18 @@ def test_what_is_dropped_is_replaced(schedule: str) -> None:
     }
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_an_engine_fails_begins_anew(schedule: str) -> None:
+    """Fault 16: batches stay full, and every failure is either another attempt or a drop."""
+    settings = make_settings(schedule, engine_retries=2, stall_timeout_s=100.0)
+    store = ended(Plan(settings, TOY, replicas=2, delays=SMALL, chances=Chances(engine_error=0.3))).store
+    accounts = store.accounts
+    assert [sum(len(c.groups) for (u, _), c in store.cuts.items() if u == update) for update in range(6)] == [B] * 6
+    failed = sum(s.reason == "engine_error" for g in store.groups.values() for s in g.samples)
+    assert accounts.num_retried > 10 and accounts.failures["engine"] == accounts.num_retried + failed
+    assert max(s.attempt for g in store.groups.values() for s in g.samples) == 2
+
+
 def test_a_run_that_does_not_end_in_time_says_what_it_waits_for() -> None:
     with pytest.raises(RunFailed, match="not over after 1 s\ntrainer: "):
         World(by_hand("sync")).run(until=1)
@@ -253,6 +265,7 @@ def test_a_death_is_mended_and_nothing_is_lost(schedule: str, victim: tuple[str,
     assert end.outcome == "completed", end.message
     assert sorted(i.update for i in world.store.iterations) == list(range(8))
     assert sum(i.num_samples for i in world.store.iterations) == 8 * 6 * SIZE
+    assert world.store.accounts.all_deaths() == {victim[0]: 1}
 
 
 # ---------------------------------------------------------------- the same again

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from laminar.config import Config
 from laminar.errors import StorageError
@@ -119,6 +120,14 @@ def test_a_full_disk_is_one_message(tmp_path: Path, state: TrainState, monkeypat
     monkeypatch.setattr(checkpoint_folder, "_sync", fail)
     with pytest.raises(StorageError, match="No space left"):
         save_at(tmp_path, state, 2)
+    assert checkpoint_folder.newest(tmp_path) == tmp_path / "000001"
+
+
+def test_a_disk_that_is_full_while_tensors_are_written_is_one_too(tmp_path: Path, state: TrainState) -> None:
+    """The library that writes them has an error of its own."""
+    save_at(tmp_path, state, 1)
+    with pytest.raises(StorageError, match=r"the checkpoint can't be written\n  got: .*No space left"):
+        checkpoint_folder.write(tmp_path, 2, lambda _: save_file({"a": torch.zeros(4)}, "/dev/full"), {})
     assert checkpoint_folder.newest(tmp_path) == tmp_path / "000001"
 
 

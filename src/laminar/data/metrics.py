@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from laminar.control.accounts import Group
+from laminar.run_folder import write_atomic, writing
 
 Row = dict[str, Any]
 
@@ -26,12 +27,10 @@ class RowFile:
         self.path = path
         text = "".join(json.dumps(row) + "\n" for row in rows)
         if not path.exists() or path.read_text(encoding="utf-8") != text:
-            partial = path.with_suffix(".partial")
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(path)
+            write_atomic(path, text)
 
     def append(self, row: Row) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
+        with writing(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
 

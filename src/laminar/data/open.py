@@ -14,7 +14,7 @@ from laminar.data.rows import load_rows
 from laminar.data.samplers import make_order
 from laminar.data.store import DataStore
 from laminar.errors import StorageError
-from laminar.run_folder import RunFolder, write_atomic
+from laminar.run_folder import RunFolder, write_atomic, writing
 from laminar.types import Settings
 
 
@@ -44,7 +44,8 @@ def open_store(
 
 
 def _lock(path: Path) -> None:
-    file = path.open("w")
+    with writing(path):
+        file = path.open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

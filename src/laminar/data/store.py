@@ -253,7 +253,10 @@ class DataStore:
 
     def events(self, after: int) -> StoreEvents:
         """Outbox rows with numbers above `after`; those up to `after` have been seen and are deleted."""
-        self.db.execute("DELETE FROM outbox WHERE id <= ?", (after,))
+        try:
+            self.db.execute("DELETE FROM outbox WHERE id <= ?", (after,))
+        except sqlite3.OperationalError as error:
+            raise _unwritable(error) from error
         rows = self.db.execute("SELECT id, event FROM outbox ORDER BY id").fetchall()
         return StoreEvents(rows[-1][0] if rows else after, tuple(codec.decode(json.loads(event)) for _, event in rows))
 
@@ -508,7 +511,7 @@ class DataStore:
             if self.db.in_transaction:
                 self.db.execute("ROLLBACK")
             if isinstance(error, sqlite3.OperationalError):
-                raise StorageError(f"the database can't be written: {error}", where="data.sqlite") from error
+                raise _unwritable(error) from error
             raise
         self.changes += self.db.total_changes != before
         for row in evals:
@@ -554,3 +557,7 @@ class DataStore:
     def _last_event(self) -> int:
         row = self.db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'outbox'").fetchone()
         return 0 if row is None else int(row[0])
+
+
+def _unwritable(error: sqlite3.OperationalError) -> StorageError:
+    return StorageError(f"the database can't be written: {error}", where="data.sqlite")

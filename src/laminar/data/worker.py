@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import os
 import signal
 import socket
@@ -30,6 +31,7 @@ from typing import Any
 import laminar
 from laminar.data import rewards
 from laminar.errors import LaminarError, RewardError
+from laminar.run_folder import SHOW_STACKS
 from laminar.types import GroupScore
 
 START_LIMIT_S = 300.0
@@ -184,6 +186,7 @@ class RewardWorker:
 def main(descriptor: int, parent: int) -> None:
     """Body of the worker: first the setup, then groups, until the other end closes."""
     _die_with_parent(parent)
+    faulthandler.register(SHOW_STACKS)
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
     setup: WorkerSetup = connection.recv()

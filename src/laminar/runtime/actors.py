@@ -22,7 +22,7 @@ from laminar.config import Config
 from laminar.control.commands import Numbered, Stop
 from laminar.control.events import Beat, DriverEvent, Recovered, ScorerBeat, StoreEvents
 from laminar.control.mailbox import Inbox
-from laminar.run_folder import NODE, RunFolder
+from laminar.run_folder import NODE, SHOW_STACKS, RunFolder
 from laminar.runtime.handles import ManagerHandle, RelayManagerHandle, ScoreHandle, StoreHandle
 from laminar.runtime.services import EVENTS_WITHIN_S, ManagerService, StoreService
 from laminar.timing import together_s
@@ -32,10 +32,6 @@ if TYPE_CHECKING:
     from laminar.rollout.engine import Engine
     from laminar.trainer.loop import Backend
     from laminar.weights.publisher import LocalVersions
-
-
-SHOW_STACKS = signal.SIGUSR1
-"""A process that gets it writes what each of its threads is doing into its log, whatever holds it up."""
 
 
 class Actor:

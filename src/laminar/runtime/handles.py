@@ -188,6 +188,11 @@ def wait_for(reference: Any, interrupted: threading.Event) -> Any:
     while not wait_for_any([reference], timeout_s=0.1):
         if interrupted.is_set():
             raise KeyboardInterrupt
+    return _get(reference)
+
+
+def _get(reference: Any) -> Any:
+    """What a finished reference holds. An error of ours is raised as it was where it came up."""
     try:
         return ray.get(reference)
     except RayTaskError as error:
@@ -205,9 +210,9 @@ def wait_for_any(references: Sequence[Any], timeout_s: float) -> list[Any]:
 
 
 def answer_of(reference: Any) -> Any:
-    """The answer to a call; None if who was called is gone, which its body tells too."""
+    """The answer to a call; None if who was called is gone, which its body tells too. Raises what it failed with."""
     try:
-        return ray.get(reference)
+        return _get(reference)
     except RayActorError:
         return None
 

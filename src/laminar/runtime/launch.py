@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType, ModuleType
 
@@ -72,9 +72,12 @@ def run_in(
         return INTERRUPTED
     finally:
         shutil.rmtree(folder.slots(NODE), ignore_errors=True)
-    write_json(folder.run, {"outcome": end.outcome, "message": end.message})
+    outcome = {"outcome": end.outcome, "message": end.message}
     if end.outcome == "failed":
+        with suppress(StorageError):  # the disk may be full, which is then what the message says
+            write_json(folder.run, outcome)
         raise _failed(end.message, traceback, folder)
+    write_json(folder.run, outcome)
     return 0 if end.outcome == "completed" else INTERRUPTED
 
 

@@ -15,7 +15,7 @@ from laminar.control.events import DriverEvent, ProcessEnded, ProcessSeen, Proce
 from laminar.control.failover import without_manager
 from laminar.control.liveness import lost_time
 from laminar.control.mailbox import Inbox
-from laminar.errors import ProtocolError
+from laminar.errors import ProtocolError, StorageError
 from laminar.run_folder import RunFolder
 from laminar.runtime import handles
 from laminar.runtime.actors import kinds_of
@@ -109,26 +109,33 @@ class Driver:
     def drive(self, interrupted: threading.Event) -> EndRun:
         self._ask()
         while self._end is None:
-            awaited = [r for r in (self._poll, self._term) if r is not None]
-            done = handles.wait_for_any([*awaited, *self._supervisor.awaited()], LOOK_S)
-            now = time.monotonic()
-            self._asked, self._looked = self._asked + lost_time(now - self._looked), now
-            self._news += self._supervisor.news(done)
-            self._news += requests.take(self._supervisor.folder)
-            if interrupted.is_set():
-                self._interrupt(now)
-            self._supervisor.advance()
-            if any(isinstance(e, ProcessEnded) and e.role == "manager" for e in self._news):
-                self._poll, self._lost_manager = None, self._lost_manager or time.monotonic()
-            if self._poll is None:
-                self._without_manager(done)
-            elif self._poll in done:
-                if (answer := handles.answer_of(self._poll)) is not None:
-                    self._obey(*answer)
-                self._ask()
-            elif self._end is None:
-                self._judge("manager")
+            try:
+                self._step(interrupted)
+            except StorageError as error:  # nothing can be told to those who read the folder
+                self._end = EndRun("failed", str(error))
         return self._end
+
+    def _step(self, interrupted: threading.Event) -> None:
+        """Wait for news for a moment, and pass it on."""
+        awaited = [r for r in (self._poll, self._term) if r is not None]
+        done = handles.wait_for_any([*awaited, *self._supervisor.awaited()], LOOK_S)
+        now = time.monotonic()
+        self._asked, self._looked = self._asked + lost_time(now - self._looked), now
+        self._news += self._supervisor.news(done)
+        self._news += requests.take(self._supervisor.folder)
+        if interrupted.is_set():
+            self._interrupt(now)
+        self._supervisor.advance()
+        if any(isinstance(e, ProcessEnded) and e.role == "manager" for e in self._news):
+            self._poll, self._lost_manager = None, self._lost_manager or time.monotonic()
+        if self._poll is None:
+            self._without_manager(done)
+        elif self._poll in done:
+            if (answer := handles.answer_of(self._poll)) is not None:
+                self._obey(*answer)
+            self._ask()
+        elif self._end is None:
+            self._judge("manager")
 
     def _interrupt(self, now: float) -> None:
         """The user wants to stop: the manager ends the run, or, if it is not able to, this."""

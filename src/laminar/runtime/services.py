@@ -30,7 +30,9 @@ from laminar.control.events import (
 )
 from laminar.control.mailbox import Inbox, Mailbox
 from laminar.control.manager import Manager, Record, is_news
+from laminar.control.state import Replica
 from laminar.data.store import DataStore
+from laminar.run_folder import writing
 from laminar.types import Batch, ReplicaReply, ReplicaReport, ScoreReport, Settings, Trained, UnscoredGroup
 
 TICK_S = 0.5
@@ -74,7 +76,9 @@ class EventLog:
     """`events/<term>.jsonl`: what the manager of that term was told and what it said. Written before it is acted on."""
 
     def __init__(self, folder: Path, term: int, settings: Settings) -> None:
-        self._file = (folder / f"{term:06d}.jsonl").open("w", encoding="utf-8")
+        self._path = folder / f"{term:06d}.jsonl"
+        with writing(self._path):
+            self._file = self._path.open("w", encoding="utf-8")
         self._write({"settings": asdict(settings), "code": __version__, "term": term})
 
     def append(self, record: Record) -> None:
@@ -84,8 +88,9 @@ class EventLog:
         self._file.close()
 
     def _write(self, value: object) -> None:
-        self._file.write(json.dumps(value, separators=(",", ":")) + "\n")
-        self._file.flush()
+        with writing(self._path):
+            self._file.write(json.dumps(value, separators=(",", ":")) + "\n")
+            self._file.flush()
 
 
 Sender = tuple[str, str]
@@ -168,11 +173,14 @@ class ManagerService:
         versions: dict[Sender, object] = {("trainer", "trainer"): state.trainer.version}
         versions |= {("replica", r.id): r.version for r in state.replicas.values()}
         versions |= {("relay", r.id): max(r.whole, default=None) for r in state.relays.values()}
+        doing = {("replica", r.id): _doing(r) for r in state.replicas.values()}
+        doing["trainer", "trainer"] = state.trainer.state
         return [
             {
                 "role": role,
                 "id": id_,
                 "state": "alive" if role == "manager" else process.state,  # it says this itself
+                "doing": doing.get((role, id_)),
                 "version": getattr(versions.get((role, id_)), "number", None),
             }
             for (role, id_), process in sorted(state.processes.items())
@@ -184,6 +192,10 @@ class ManagerService:
             beats, self.quiet = tuple(self.quiet[s] for s in sorted(self.quiet)), {}
             self.handle(Tick(beats))
             await asyncio.sleep(TICK_S)
+
+
+def _doing(replica: Replica) -> str:
+    return f"{replica.activity} {len(replica.unfinished)}" if replica.unfinished else replica.activity
 
 
 ManagerPoll = Callable[[int, StoreEvents, Inbox, float], Awaitable[list[Numbered]]]

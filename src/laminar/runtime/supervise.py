@@ -7,6 +7,7 @@ killed.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import secrets
 import signal
@@ -22,9 +23,8 @@ from ray.exceptions import RayActorError, RayTaskError
 from laminar.control.commands import Remove, Replace
 from laminar.control.events import DriverEvent, ProcessEnded, ProcessStarted, Recovered
 from laminar.errors import LaminarError, RunFailed, UserError
-from laminar.run_folder import NODE, RunFolder, is_running, write_json
+from laminar.run_folder import NODE, SHOW_STACKS, RunFolder, children_of, is_running, write_json, writing
 from laminar.runtime import handles
-from laminar.runtime.actors import SHOW_STACKS
 
 CALLED = ("manager", "datastore")
 """Roles that others call, one process each."""
@@ -168,25 +168,29 @@ class Supervisor:
             _kill(process)
 
     def show_stacks(self) -> None:
-        """Let every process write into its log what it is doing."""
-        for process in self.processes:
-            if process.pid and not process.ended:
-                with suppress(ProcessLookupError):
-                    os.kill(process.pid, SHOW_STACKS)
+        """Let every process, this one and the workers of the scorer included, write into its log what it is doing."""
+        with suppress(OSError), (self.folder.logs / "driver.log").open("a", encoding="utf-8") as log:
+            faulthandler.dump_traceback(log, all_threads=True)
+        there = [p for p in self.processes if p.pid and not p.ended]
+        workers = [pid for p in there if p.role == "scorer" for pid in children_of(p.pid)]
+        for pid in [*(p.pid for p in there), *workers]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, SHOW_STACKS)
 
     def _named(self, role: str, id_: str) -> list[Process]:
         return [p for p in self.processes if (p.role, p.id) == (role, id_)]
 
     def write(self, states: Sequence[dict[str, object]]) -> None:
-        """processes.json: who runs where, with the state and version that the manager sees."""
+        """processes.json: who runs where, with state, version and what it does, as the manager sees them."""
         by_id = {(s["role"], s["id"]): s for s in states}
-        rows = [{"role": "driver", "id": "driver", "pid": os.getpid(), "node": NODE, "state": "alive", "version": None}]
+        driver = {"role": "driver", "id": "driver", "pid": os.getpid(), "node": NODE, "state": "alive"}
+        rows = [driver | {"doing": None, "version": None}]
         newest = {(p.role, p.id): p for p in self.processes}
         for key, p in newest.items():
             seen = by_id.get(key, {})
             rows.append(
                 {"role": p.role, "id": p.id, "pid": p.pid, "node": NODE}
-                | {"state": seen.get("state", "starting"), "version": seen.get("version")}
+                | {"state": seen.get("state", "starting"), "doing": seen.get("doing"), "version": seen.get("version")}
             )
         write_json(self.folder.processes, {"processes": rows})
 
@@ -209,7 +213,8 @@ class Supervisor:
         return None
 
     def _log(self, process: Process, text: str) -> None:
-        with (self.folder.logs / "errors.log").open("a", encoding="utf-8") as log:
+        path = self.folder.logs / "errors.log"
+        with writing(path), path.open("a", encoding="utf-8") as log:
             log.write(f"{process.role} {process.id} (pid {process.pid}) failed:\n{text}\n\n")
 
     def stop(self) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+from safetensors import SafetensorError
 
 from laminar.errors import StorageError
 
@@ -49,7 +50,7 @@ def write(
         temporary.rename(target)
         _sync(folder)
         _remove_older(folder, keep)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise StorageError("the checkpoint can't be written", where=str(target), got=str(error)) from error
     return target
 

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
@@ -44,7 +45,7 @@ def export_model(source: PreTrainedModel | Path, start_folder: Path, out: Path) 
             shutil.copyfile(settings, temporary / settings.name)
         shutil.rmtree(out, ignore_errors=True)
         temporary.rename(out)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise StorageError("the model can't be written", where=str(out), got=str(error)) from error
 
 
