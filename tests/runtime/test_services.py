@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -28,6 +30,8 @@ from laminar.control.events import (
 )
 from laminar.control.mailbox import Inbox
 from laminar.errors import StorageError
+from laminar.runtime import handles
+from laminar.runtime.loop import Driver
 from laminar.runtime.services import ManagerService, StoreService
 from laminar.types import ReplicaReport, ScoreReport, Trained, Version
 from tests.control.plans import make_settings
@@ -339,3 +343,20 @@ def test_a_store_and_a_manager_together(tmp_path: Path) -> None:
     run(body())
     service.store.close()
     manager.log.close()
+
+
+# ---------------------------------------------------------------- the driver
+
+
+def test_a_driver_that_can_not_write_ends_the_run_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can be told anything more through the run folder; what was acknowledged is durable."""
+
+    def full(done: object) -> None:
+        raise StorageError("can't be written: No space left on device", where="processes.json")
+
+    monkeypatch.setattr(handles, "wait_for_any", lambda references, timeout_s: [])
+    supervisor = SimpleNamespace(awaited=lambda: [], news=full)
+    manager = SimpleNamespace(driver_poll=lambda events, acked, wait_s: object())
+    driver = Driver(supervisor, make_settings(), None, manager, [], print)  # type: ignore[arg-type]
+    end = driver.drive(threading.Event())
+    assert end == EndRun("failed", "processes.json: can't be written: No space left on device")
