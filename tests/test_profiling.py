@@ -44,6 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     with closing(schema.connect(folder.database)) as db:
         groups = list(world.store.groups.values())
         schema.save_groups(db, groups)
+        schema.save_samples(db, (sample for group in groups for sample in group.samples))
         db.execute("UPDATE groups SET prompt_tokens = 10")
         db.execute("UPDATE samples SET finish_reason = 'stop' WHERE state = 'trained'")
     profile = config.profile

@@ -237,7 +237,7 @@ def test_what_is_dropped_is_replaced(schedule: str) -> None:
 def test_what_an_engine_fails_begins_anew(schedule: str) -> None:
     """Fault 16: batches stay full, and every failure is either another attempt or a drop."""
     settings = make_settings(schedule, engine_retries=2, stall_timeout_s=100.0)
-    store = ended(Plan(settings, TOY, replicas=2, delays=SMALL, chances=Chances(engine_error=0.3))).store
+    store = ended(Plan(settings, TOY, replicas=2, delays=SMALL, chances=Chances(engine_error=0.5))).store
     accounts = store.accounts
     assert [sum(len(c.groups) for (u, _), c in store.cuts.items() if u == update) for update in range(6)] == [B] * 6
     failed = sum(s.reason == "engine_error" for g in store.groups.values() for s in g.samples)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 
 from laminar.config import Config
 from laminar.errors import StorageError
@@ -126,8 +126,12 @@ def test_a_full_disk_is_one_message(tmp_path: Path, state: TrainState, monkeypat
 def test_a_disk_that_is_full_while_tensors_are_written_is_one_too(tmp_path: Path, state: TrainState) -> None:
     """The library that writes them has an error of its own."""
     save_at(tmp_path, state, 1)
+
+    def fail(_: Path) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
     with pytest.raises(StorageError, match=r"the checkpoint can't be written\n  got: .*No space left"):
-        checkpoint_folder.write(tmp_path, 2, lambda _: save_file({"a": torch.zeros(4)}, "/dev/full"), {})
+        checkpoint_folder.write(tmp_path, 2, fail, {})
     assert checkpoint_folder.newest(tmp_path) == tmp_path / "000001"
 
 
