@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from laminar import preflight, reports
 from laminar.config import Config
 from laminar.data import schema
 from laminar.errors import ConfigError
+from laminar.run_folder import RunFolder
 from laminar.timing import load_profile
 from tests.runtime.conftest import Run
 
@@ -46,3 +49,22 @@ def test_a_run_has_the_lengths_of_its_profile_and_goes_on_where_it_was(run: Run)
     assert all(length == profile.response_length(0, group, index) for group, index, length in lengths)
     with pytest.raises(ConfigError, match="has no model to export"):
         reports.export(outcome.folder, None, None)
+
+
+RAY_FIRST = f"""
+import ray, sys
+from pathlib import Path
+from laminar import config
+from laminar.runtime import launch
+for run in sys.argv[1:]:
+    code = launch.train(config.load(Path({str(TOY)!r}), {[*FAST, "iterations=1"]}), Path(run), False)
+    assert code == 0, code
+"""
+
+
+def test_ray_may_have_been_imported_and_used_before(tmp_path: Path) -> None:
+    """A script of a user's may import it for itself, and train twice: each run has a Ray of its own, with its token."""
+    runs = [tmp_path / "one", tmp_path / "two"]
+    done = subprocess.run([sys.executable, "-c", RAY_FIRST, *runs], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [reports.ledger(RunFolder(run))["closed"] for run in runs] == [True, True]

@@ -226,6 +226,7 @@ def local_ray(tag: str, folders: Sequence[Path]) -> Iterator[None]:
     with _environment(environment):
         import ray
 
+        _read_environment(ray)
         try:
             ray.init(
                 num_cpus=os.cpu_count(),
@@ -245,6 +246,12 @@ def local_ray(tag: str, folders: Sequence[Path]) -> Iterator[None]:
             watch.wait()
             for left in leftovers:
                 shutil.rmtree(left, ignore_errors=True)
+
+
+def _read_environment(ray: ModuleType) -> None:
+    """Ray does so when it is first imported, which a script of the user's or an earlier run here may have done."""
+    ray._raylet.Config.initialize("")
+    ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _silence(ray: ModuleType) -> None:
