@@ -146,23 +146,15 @@ def make_5m(folder: Path) -> tuple[Path, Path, Path]:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    words = ["<pad>", "<eos>", *(f"w{i}" for i in range(4094))]
+    from laminar.bench.engine import RANDOM_LLAMA
+
+    words = ["<pad>", "<eos>", *(f"w{i}" for i in range(RANDOM_LLAMA["vocab_size"] - 2))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=len(words),
-            hidden_size=256,
-            intermediate_size=768,
-            num_hidden_layers=5,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            max_position_embeddings=256,
-            tie_word_embeddings=True,
-            pad_token_id=0,
-            bos_token_id=None,
-            eos_token_id=1,
+            **RANDOM_LLAMA | {"max_position_embeddings": 256}, pad_token_id=0, bos_token_id=None, eos_token_id=1
         )
     )
     model.save_pretrained(folder / "model")

@@ -32,6 +32,9 @@ class SampleId(NamedTuple):
 ROLES = ("replica", "trainer", "relay", "scorer", "datastore", "manager")
 """Of the processes that may die and be replaced."""
 
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "17179869184"}
+"""Environment of every process that computes: large logits must not be paged in anew by every operation."""
+
 TRAINER_SLOTS = 4
 """Weight slots of a machine that readers must leave: being written, newest, being checked, being sent."""
 

@@ -31,7 +31,7 @@ from laminar.rollout.engine import Request
 from laminar.rollout.kernels import Linear
 from laminar.rollout.native import Native
 from laminar.rollout.sampling import sample
-from laminar.rollout.torch_engine import TorchEngine
+from laminar.rollout.torch_engine import DTYPES, TorchEngine
 from laminar.trainer.policy import load_model, named_weights
 from laminar.types import SampleId, Sampling, SlotRef, Version
 
@@ -48,7 +48,6 @@ RANDOM_LLAMA: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 """5 million parameters."""
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _NO_TOKENS = torch.zeros(0, dtype=torch.int32).numpy()
 
 
@@ -132,7 +131,7 @@ def measure(settings: Settings, against_transformers: bool, say: Callable[[str],
         ours: list[_Round] = []
         theirs: list[_Round] = []
         if against_transformers:
-            torch.nn.Module.to(model, _DTYPES[settings.dtype])
+            torch.nn.Module.to(model, DTYPES[settings.dtype])
         for number in range(RUNS + 1):
             ours.append(engine_round(engine, prompts, settings, number))
             say(_progress("laminar", ours[-1], number))
@@ -141,7 +140,7 @@ def measure(settings: Settings, against_transformers: bool, say: Callable[[str],
                 say(_progress("transformers", theirs[-1], number))
         say("one more round with a clock in it, and the machine's peak rates")
         seconds = _timed_round(engine, prompts, settings)
-        machine = Machine.measure(_DTYPES[settings.dtype], _clock(settings))
+        machine = Machine.measure(DTYPES[settings.dtype], _clock(settings))
         bounds = _bounds(settings, model.config, linear_elements, machine)
     rate = median(one.tokens / one.seconds for one in ours[1:])
     decoded = median((one.tokens - settings.slots) / (one.seconds - one.prefill_s) for one in ours[1:])
@@ -201,7 +200,7 @@ def _engine(settings: Settings, model: PreTrainedModel, scratch: Path) -> TorchE
     folder = scratch / "engine"
     model.config.save_pretrained(folder)
     file = str(folder / "weights.safetensors")
-    tensors = {name: tensor.to(_DTYPES[settings.dtype]).contiguous() for name, tensor in named_weights(model)}
+    tensors = {name: tensor.to(DTYPES[settings.dtype]).contiguous() for name, tensor in named_weights(model)}
     save_file(tensors, file)
     config = RolloutConfig(max_num_seqs=settings.slots, dtype=settings.dtype)
     engine = TorchEngine(folder, config, seed=0, source=_Tensors(tensors))
@@ -336,7 +335,7 @@ def _linear_elements(model: PreTrainedModel) -> int:
 
 def _bounds(settings: Settings, config: Any, linear_elements: int, machine: Machine) -> dict[str, float]:
     """Seconds that each part takes at the machine's peak rates, as it would be done best: operands read once."""
-    size = _DTYPES[settings.dtype].itemsize
+    size = DTYPES[settings.dtype].itemsize
     head = config.vocab_size * config.hidden_size
     steps = settings.new_tokens - 1
     num_groups = -(-settings.slots // settings.group_size)

@@ -31,14 +31,12 @@ from laminar.trainer import packing
 from laminar.trainer.advantage import group_advantages
 from laminar.trainer.policy import autocast, load_model
 from laminar.trainer.step import TrainState, make_optimizer, train_batch
-from laminar.types import Batch, BatchChunk, Version
+from laminar.types import ALLOCATOR, Batch, BatchChunk, Version
 
 ROUNDS = 3
 """Counted steps of each side, after one that is not."""
 TOLERANCE: dict[Dtype, float] = {"fp32": 1e-3, "bf16": 3e-2}
 """Relative, of loss and gradient norm."""
-_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "17179869184"}
-"""As processes of a run have it (`runtime.launch`)."""
 _START = Version(0, 0)
 
 
@@ -261,7 +259,7 @@ def _worker(make: Make, settings: Settings) -> Iterator[Callable[[], Step]]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(make, settings, theirs), daemon=True)
-    with patch.dict(os.environ, _ALLOCATOR):
+    with patch.dict(os.environ, ALLOCATOR):
         process.start()
     theirs.close()
 

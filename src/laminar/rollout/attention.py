@@ -104,8 +104,7 @@ class TorchAttention:
     def advance(self, sequences: Sequence[KvSequence], counts: Sequence[int]) -> TorchStep:
         starts = [sequence.length for sequence in sequences]
         for sequence, count in zip(sequences, counts, strict=True):
-            self._cache.reserve(sequence, sequence.length + count)
-            sequence.length += count
+            self._cache.extend(sequence, count)
         num_queries = max(counts)
         owners = np.repeat(np.arange(len(sequences)), counts)
         ends = np.cumsum(counts)

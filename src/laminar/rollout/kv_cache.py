@@ -60,16 +60,16 @@ class KvCache:
     def fork(self, source: KvSequence) -> KvSequence:
         """A new sequence with a copy of the tokens of another."""
         copy = KvSequence()
-        self.reserve(copy, source.length)
+        self.extend(copy, source.length)
         for level, old, new in zip(self.levels, source.rows, copy.rows, strict=False):
             level.keys[:, new] = level.keys[:, old]
             level.values[:, new] = level.values[:, old]
-        copy.length = source.length
         return copy
 
-    def reserve(self, sequence: KvSequence, length: int) -> None:
-        """Give a sequence a row at each level that `length` tokens reach."""
-        for depth in range(len(sequence.rows), -(-length // BLOCK)):
+    def extend(self, sequence: KvSequence, count: int) -> None:
+        """Make a sequence `count` tokens longer: it gets a row at each level that they reach."""
+        sequence.length += count
+        for depth in range(len(sequence.rows), -(-sequence.length // BLOCK)):
             if depth == len(self.levels):
                 self.levels.append(Level([], *self._blocks(_FIRST_CAPACITY)))
             level = self.levels[depth]

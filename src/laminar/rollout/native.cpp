@@ -227,12 +227,10 @@ void attend_rows(const float* queries, const Blocks<T>& blocks, int64_t length, 
 /// One head [D] of one token: norm over it and rotary position, each if there is one. Rounded as T after each.
 template <class T>
 void prepare(const T* x, int size, const T* norm, float eps, const float* cos, const float* sin, float* out) {
-    Floats squares{};
-    for (int d = 0; d < size; d += LANES) {
-        store(out + d, load(x + d));
-        squares += load(out + d) * load(out + d);
-    }
+    for (int d = 0; d < size; d += LANES) store(out + d, load(x + d));
     if (norm) {
+        Floats squares{};
+        for (int d = 0; d < size; d += LANES) squares += load(out + d) * load(out + d);
         const float scale = 1.0f / std::sqrt(sum(squares) / float(size) + eps);
         for (int d = 0; d < size; d += LANES)
             store(out + d, rounded<T>(rounded<T>(load(out + d) * scale) * load(norm + d)));

@@ -35,8 +35,7 @@ class NativeAttention:
     def advance(self, sequences: Sequence[KvSequence], counts: Sequence[int]) -> NativeStep:
         starts = np.array([sequence.length for sequence in sequences])
         for sequence, count in zip(sequences, counts, strict=True):
-            self._cache.reserve(sequence, sequence.length + count)
-            sequence.length += count
+            self._cache.extend(sequence, count)
         new, last = np.array(counts), np.cumsum(counts)
         positions = np.arange(last[-1]) + np.repeat(starts - last + new, new)
         rows = np.array(list(chain.from_iterable(sequence.rows for sequence in sequences)))

@@ -38,7 +38,7 @@ from laminar.rollout.sampling import keyed_uniform, sample
 from laminar.rollout.stopping import StopRules
 from laminar.types import Load, SampleId, SlotRef
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _STORED_DTYPES = {"fp32": "F32", "bf16": "BF16"}
 _ADMISSION_HEADROOM = 16
 """Tokens that each running sequence must still be able to grow by when another is admitted."""
@@ -82,7 +82,7 @@ class TorchEngine:
         self._golden_tolerance = golden_tolerance
         self._max_num_seqs = config.max_num_seqs
         self._native = native.load() if device == "cpu" else None
-        self._runner = build_runner(model_path, _DTYPES[config.dtype], device, self._exact, self._native)
+        self._runner = build_runner(model_path, DTYPES[config.dtype], device, self._exact, self._native)
         self._kv_capacity = config.kv_tokens or config.max_num_seqs * self._runner.max_length
         self._stop_rules = StopRules.of_model(model_path)
         self._waiting: list[_Job] = []

@@ -23,6 +23,7 @@ from laminar.data.rows import load_rows
 from laminar.errors import ConfigError, RunFailed, StorageError
 from laminar.run_folder import NODE, SHARED_MEMORY, RunFolder, read_json, read_jsonl, write_atomic, write_json
 from laminar.runtime import guard
+from laminar.types import ALLOCATOR
 
 INTERRUPTED = 130
 OBJECT_STORE_BYTES = 256 * 2**20
@@ -212,9 +213,7 @@ def local_ray(tag: str, folders: Sequence[Path]) -> Iterator[None]:
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         # the name is Ray's: with 0 its servers listen on 127.0.0.1 instead of on all interfaces
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        # large logits must not be paged in anew by every operation
-        "MALLOC_MMAP_THRESHOLD_": "4294967296",
-        "MALLOC_TRIM_THRESHOLD_": "17179869184",
+        **ALLOCATOR,
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
     }
