@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks import parity
+from laminar.config import Config
+from laminar.sim.simulate import plan_of
+from laminar.sim.world import World
 from tests.runtime.conftest import Run
 
 ALSO_WHEN_QUICK = ("laminar", "partial")
@@ -20,4 +25,20 @@ def test_one_replica_trains_the_same_batches_in_the_simulator(run: Run, schedule
     assert outcome.code == 0
     batches = parity.batches_of(outcome.folder)
     assert batches == parity.batches_of_simulation(parity.simulated(config))
-    assert len(batches) == 5 * 4
+    assert len(batches) == config.iterations * config.train.groups_per_batch
+
+
+@pytest.mark.parametrize("schedule", parity.SCHEDULES)
+@pytest.mark.parametrize("later_s", [-0.45, -0.2, 0.2, 0.45])
+def test_a_machine_that_is_late_by_less_than_half_a_second_changes_no_batch(schedule: str, later_s: float) -> None:
+    """Of the fixed times; else the test above would be one of the machine's moods."""
+    config = parity.config_of(schedule, replicas=1)
+    assert _batches(config, later_s) == _batches(config)
+
+
+def _batches(config: Config, later_s: float = 0.0) -> parity.Batches:
+    plan = plan_of(config)
+    train_s = plan.profile.train_s_per_iteration + later_s
+    world = World(replace(plan, one_machine=True, profile=replace(plan.profile, train_s_per_iteration=train_s)))
+    world.run()
+    return parity.batches_of_simulation(world)
