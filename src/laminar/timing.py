@@ -24,6 +24,8 @@ from laminar.errors import ConfigError
 
 COALESCE_S = 0.02
 """With few replicas, one reports a finished sample within this time, together with those that finish meanwhile."""
+TICK_S = 0.5
+"""Between two ticks of the manager, which take in what was said since the last and needed no answer."""
 
 PROFILES = Path(__file__).parent / "profiles"
 

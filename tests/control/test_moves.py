@@ -117,6 +117,24 @@ def test_a_load_that_is_older_than_the_news_of_an_end_hinders_no_move() -> None:
     assert some(look(scene), Move)
 
 
+@pytest.mark.parametrize("missing, hinders", [(15, False), (16, True)])
+def test_work_on_its_way_hinders_a_move_and_the_news_of_an_end_does_not(missing: int, hinders: bool) -> None:
+    """A load may be newer than the news of which samples have ended, or older than a grant, which is whole groups."""
+    rules = {"repack": True, "max_staleness": 4, "max_outstanding_groups": 20, "groups_in_flight": 4, "group_size": 16}
+    scene = Scene(2, **(PATIENT | rules))
+    scene.relay(0)
+    for number, name in enumerate(("r0", "r1")):
+        scene.state.replicas[name].granted = 0
+        scene.beat(name, 0)
+        numbers = (2 * number, 2 * number + 1)
+        held = tuple(SampleId(group, i) for group in numbers for i in range(16))
+        scene.store(Issued(name, 1, v(0), "train", numbers, held, False))
+        load = Load(10 + number, 100, len(held) - missing, 0)
+        scene.handle(ReplicaBeat(name, 1, "generating", v(0), 9, load, "n"))
+    scene.relay(0, 1)
+    assert (some(look(scene), Move) == []) == hinders
+
+
 def test_those_that_have_just_begun_are_not_packed_onto_one() -> None:
     """Few tokens, but a whole batch each: nobody ends up with more than a replica takes at a time, 4 samples here."""
     scene = tail({"r0": 4, "r1": 6, "r2": 2})

@@ -24,12 +24,18 @@ from laminar.trainer.loss import LossSettings, decoupled_ppo
 from laminar.user_code import resolve
 
 SORT = Path(__file__).parents[2] / "examples" / "sort"
-ITERATIONS = 250
+ITERATIONS = 400
 ENDS = 20
 """Iterations over which the reward at the beginning and at the end of a run is averaged."""
 
 COMMON = (
-    *(f"iterations={ITERATIONS}", "data.eval=none", "eval.temperature=0.0", "train.lr_schedule=constant"),
+    *(
+        f"iterations={ITERATIONS}",
+        "data.eval=none",
+        "eval.temperature=0.0",
+        "train.lr=5e-5",
+        "train.lr_schedule=constant",
+    ),
     *(f"train.checkpoint_every={10 * ITERATIONS}", "rollout.exact=false", "report_to=[]"),
 )
 LAGGING = ("max_staleness=4", "rollout.admission=fresh", "rollout.max_in_flight=192", "rollout.max_num_seqs=192")

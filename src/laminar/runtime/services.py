@@ -33,9 +33,9 @@ from laminar.control.manager import Manager, Record, is_news
 from laminar.control.state import Replica
 from laminar.data.store import DataStore
 from laminar.run_folder import writing
+from laminar.timing import TICK_S
 from laminar.types import Batch, ReplicaReply, ReplicaReport, ScoreReport, Settings, Trained, UnscoredGroup
 
-TICK_S = 0.5
 EVENTS_WITHIN_S = 0.005
 """Store events travel to the manager within this time, in batches: in a run of few replicas."""
 

@@ -22,6 +22,8 @@ class Delays:
     """Between the manager and a replica, a relay or the trainer."""
     tick_s: float = 1.0
     """Between two ticks of the manager; each carries the beats that say nothing new."""
+    load_age_s: float = 0.0
+    """How old the loads are that the manager goes by when a version is published."""
     news_s: float = 0.0
     """What comes for a replica that generates is heard with its next report, or within this time."""
     command_s: float = 0.0

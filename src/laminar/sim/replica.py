@@ -131,7 +131,7 @@ class Replica(Process[ReplicaBeat], Client):
     # ------------------------------------------------------------ manager
 
     def beat(self) -> ReplicaBeat:
-        self._look()
+        self.look()
         d = self.decoder
         self._step += d.num_running > 0
         state = "loading" if self._loading is not None else "generating" if self._generates() else "idle"
@@ -313,7 +313,8 @@ class Replica(Process[ReplicaBeat], Client):
         for sample in self.decoder.advance(self.kernel.now):
             self._end(self.held[sample])
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Bring it to this moment, and report what has ended."""
         if self.alive:
             self._advance()
             self._exchange_if_due()
@@ -328,7 +329,7 @@ class Replica(Process[ReplicaBeat], Client):
             if self._timer.time == at:
                 return
             Kernel.cancel(self._timer)
-        self._timer = None if at is None else self.kernel.at(max(at, self.kernel.now), self._look)
+        self._timer = None if at is None else self.kernel.at(max(at, self.kernel.now), self.look)
 
     def _stream(self) -> None:
         """Every so often: what unfinished trajectories have made."""

@@ -13,7 +13,7 @@ from laminar.errors import ConfigError, RunFailed
 from laminar.sim.plan import Delays, Plan
 from laminar.sim.report import Report, report
 from laminar.sim.world import World
-from laminar.timing import together_s
+from laminar.timing import TICK_S, together_s
 
 GPUS_PER_MACHINE = 8
 
@@ -101,6 +101,7 @@ def plan_of(config: Config) -> Plan:
             coalesce_s=together_s(rollout.replicas, Delays().coalesce_s),
             poll_s=together_s(rollout.replicas, Delays().poll_s),
             tick_s=settings.repack_interval_s / 2 if looks else 10.0,
+            load_age_s=(config.faults.heartbeat_s + TICK_S) / 2,  # up to a beat of the replica, and to the next tick
             news_s=rollout.stream_interval_s,
             command_s=config.faults.heartbeat_s,
         ),

@@ -152,7 +152,8 @@ class World:
 
     def publish(self, version: Version) -> None:
         """The trainer has written a version: it goes down the chain of relays."""
-        self.manager.look()
+        for replica in self.replicas.values():
+            replica.look()
         if not self.marks or version.number > self.highest:
             self.marks.append(self.mark(version.number))
         self.highest, self.published = version.number, version
@@ -160,7 +161,7 @@ class World:
             relay.from_trainer.send(lambda r=relay: r.offer(version))  # type: ignore[misc]
 
     def mark(self, version: int) -> Mark:
-        """The totals at this moment; those of a replica are as old as its last event or the manager's last look."""
+        """The totals at this moment; those of a replica are as old as the last event or look at it."""
         replicas = [*self.retired, *self.replicas.values()]
         return Mark(
             version,
