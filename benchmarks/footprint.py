@@ -23,7 +23,6 @@ from laminar import reports
 from laminar.run_folder import NODE, RunFolder, read_jsonl
 
 R32 = Path(__file__).parents[1] / "configs" / "emulated" / "r32.toml"
-LOOK_EVERY_S = 1.0
 WARM_UP = 0.3
 """Share of the looks that is not counted."""
 MAX_GROWTH = 1.1
@@ -69,11 +68,12 @@ def main() -> int:
     parser.add_argument("config", nargs="?", type=Path, default=R32, help="configs/emulated/r32.toml unless given")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, the table on stderr")
+    parser.add_argument("--look-every", type=float, default=1.0, metavar="SECONDS")
     arguments = parser.parse_args()
     table = sys.stderr if arguments.json else sys.stdout
     with tempfile.TemporaryDirectory(prefix="footprint-", dir="/dev/shm") as name:
         run = RunFolder(Path(name) / "run")
-        seen, most_slots = watch(run, arguments.config, arguments.overrides)
+        seen, most_slots = watch(run, arguments.config, arguments.overrides, arguments.look_every)
         iterations = sum(1 for _ in read_jsonl(run.metrics))
     rows = [row_of(name, process) for name, process in sorted(seen.items()) if len(process.at) > 20]
     for line in (f"{iterations} iterations, at most {most_slots} weight slots", HEADER, *map(as_text, rows)):
@@ -85,13 +85,14 @@ def main() -> int:
     return int(bool(problems))
 
 
-def watch(run: RunFolder, config: Path, overrides: list[str]) -> tuple[dict[str, Seen], int]:
+def watch(run: RunFolder, config: Path, overrides: list[str], look_every_s: float) -> tuple[dict[str, Seen], int]:
     """Run it to its end. Returns what was seen of each process once there was an iteration, and the most slots."""
     seen: dict[str, Seen] = {}
     most_slots = 0
-    with subprocess.Popen([LAMINAR, "train", config, *overrides, "--run-dir", run.path]) as command:
+    train = [LAMINAR, "train", config, *overrides, "--run-dir", run.path]
+    with subprocess.Popen(train, stdout=sys.stderr) as command:
         while command.poll() is None:
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(look_every_s)
             if not any(read_jsonl(run.metrics)):
                 continue
             for process in reports.processes(run)["processes"]:
