@@ -26,6 +26,7 @@ from statistics import fmean, median
 from typing import Any
 
 from benchmarks.command import LAMINAR
+from laminar.plot import Line, Panel, Point, chart
 from laminar.run_folder import RunFolder, read_jsonl
 from laminar.runtime import guard
 
@@ -96,6 +97,8 @@ class Run:
     """Of all processes, their start included."""
     goal_s: float | None
     """From the command to the goal; None if it was not reached."""
+    curve: tuple[Point, ...] = ()
+    """Seconds since the command, mean reward over `OVER` batches."""
 
 
 def main() -> int:
@@ -104,6 +107,7 @@ def main() -> int:
     parser.add_argument("--tasks", nargs="+", choices=AT_LEAST, default=list(AT_LEAST))
     parser.add_argument("--rounds", type=int, default=2, help="how often both are run in turn (2)")
     parser.add_argument("--steps", type=int, help="of each run, instead of 60 and 450")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the reward of the last task against time")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, the table on stderr")
     arguments = parser.parse_args()
     table = sys.stderr if arguments.json else sys.stdout
@@ -120,6 +124,8 @@ def main() -> int:
             results[task.name] = {who: middle(of) for who, of in runs.items()}
             for who, of in results[task.name].items():
                 print(f"{task.name}: {who}, median: {as_text(of)}", file=table, flush=True)
+            if arguments.plot:
+                arguments.plot.write_text(picture(runs), encoding="utf-8")
     problems = [problem for name, both in results.items() for problem in broken(name, both)]
     print("\n".join(problems), file=table)
     if arguments.json:
@@ -213,6 +219,7 @@ def watch(command: list[Any], steps: Path, folder: Path, task: Task, tag: str | 
         samples / (seen[-1][0] - seen[first][0]),
         sum(cpu_s.values()) / (task.steps * GROUPS * GROUP_SIZE),
         next((at for at, mean in means if mean >= GOAL), None),
+        tuple(means),
     )
 
 
@@ -230,12 +237,23 @@ def middle(runs: list[Run]) -> Run:
         median(run.samples_per_s for run in runs),
         median(run.cpu_s_per_sample for run in runs),
         median(goals) if len(goals) == len(runs) else None,
+        runs[0].curve,
     )
 
 
 def as_text(run: Run) -> str:
     goal = "" if run.goal_s is None else f", reward {GOAL} after {run.goal_s:.0f} s"
     return f"{run.samples_per_s:.1f} samples/s, {run.cpu_s_per_sample * 1000:.1f} ms CPU a sample{goal}"
+
+
+def picture(runs: dict[str, list[Run]]) -> str:
+    """Every run of one task, in a colour for each of the two."""
+    lines = [
+        Line(run.curve, who if number == 0 else "", colour=colour)
+        for colour, (who, of) in enumerate(runs.items())
+        for number, run in enumerate(of)
+    ]
+    return chart([Panel(f"reward, mean of {OVER} batches", lines, "seconds since the command")])
 
 
 def broken(name: str, both: dict[str, Run]) -> list[str]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from laminar import config as configs
 from laminar.config import Config
 from laminar.data import schema
+from laminar.plot import Point
 from laminar.run_folder import RunFolder, read_jsonl
 from laminar.runtime import launch
 from laminar.sim.simulate import plan_of
@@ -50,6 +51,8 @@ class Observed:
     """Samples by staleness at use"""
     generation: Counter[int]
     """Samples by staleness when they were generated"""
+    trained: list[Point]
+    """Seconds since the run began, tokens trained so far; a point an iteration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +143,10 @@ def _tok_s(tokens: Sequence[int], ends: Sequence[float]) -> float:
     return sum(tokens[WARM_UP:]) / (ends[-1] - ends[WARM_UP - 1])
 
 
+def _trained(tokens: Sequence[int], ends: Sequence[float]) -> list[Point]:
+    return list(zip(ends, itertools.accumulate(tokens), strict=True))
+
+
 # ---------------------------------------------------------------- the runtime
 
 
@@ -157,6 +164,7 @@ def observe(config: Config, run_dir: Path) -> Observed:
         _tok_s([row["num_tokens"] for row in rows], [row["time_s"] for row in rows]),
         Counter(use for use, _ in ages),
         Counter(generation for _, generation in ages),
+        _trained([row["num_tokens"] for row in rows], [row["time_s"] for row in rows]),
     )
 
 
@@ -178,11 +186,13 @@ def _query(folder: RunFolder, text: str) -> list[tuple[int, ...]]:
 def foretell(config: Config) -> Observed:
     world = simulated(config)
     iterations = world.store.iterations
+    tokens, ends = [i.tokens for i in iterations], [mark.time for mark in world.marks[1:]]
     return Observed(
         batches_of_simulation(world),
-        _tok_s([i.tokens for i in iterations], [mark.time for mark in world.marks[1:]]),
+        _tok_s(tokens, ends),
         sum((i.staleness_use for i in iterations), Counter[int]()),
         sum((i.staleness_generation for i in iterations), Counter[int]()),
+        _trained(tokens, ends),
     )
 
 

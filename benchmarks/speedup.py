@@ -17,6 +17,7 @@ from pathlib import Path
 
 from benchmarks.parity import foretell, observe
 from laminar import config as configs
+from laminar.plot import Line, Panel, chart
 from laminar.runtime import launch
 
 R08 = Path(__file__).parents[1] / "configs" / "emulated" / "r08.toml"
@@ -43,11 +44,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", nargs="?", type=Path, default=R08, help="an emulated one; configs/emulated/r08.toml")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the tokens trained against time")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, the table on stderr")
     arguments = parser.parse_args()
     table = sys.stderr if arguments.json else sys.stdout
     print("                        real tok/s  laminar has  simulated  laminar has", file=table)
     rows: dict[str, Row] = {}
+    lines: list[Line] = []
     tag = f"speedup-{os.getpid()}"
     with (
         tempfile.TemporaryDirectory(prefix=f"laminar-{tag}-", dir="/dev/shm") as name,
@@ -56,8 +59,14 @@ def main() -> int:
         for number, (variant, overrides) in enumerate(VARIANTS.items()):
             config = configs.load(arguments.config, [*overrides, *arguments.overrides])
             real = observe(config, Path(name) / str(number))
-            rows[variant] = Row(variant, real.tok_s, foretell(config).tok_s)
+            foretold = foretell(config)
+            rows[variant] = Row(variant, real.tok_s, foretold.tok_s)
+            lines.append(Line(real.trained, variant, colour=number))
+            lines.append(Line(foretold.trained, dashed=True, colour=number))
             print(as_text(rows[variant], rows["laminar"]), file=table, flush=True)
+    if arguments.plot:
+        panel = Panel("tokens trained (dashed: simulated)", lines, "seconds")
+        arguments.plot.write_text(chart([panel], width=640, height=320), encoding="utf-8")
     problems = broken(rows)
     print("\n".join(problems), file=table)
     if arguments.json:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.against_trl import GROUP_SIZE, GROUPS, Run, Task, as_toml, broken, make_5m, middle, watch
+from benchmarks.against_trl import GROUP_SIZE, GROUPS, Run, Task, as_toml, broken, make_5m, middle, picture, watch
 from laminar import config as configs
 
 WRITES_STEPS = """
@@ -44,6 +44,7 @@ def test_a_run_is_timed_by_the_lines_it_writes(tmp_path: Path) -> None:
     run = watch([sys.executable, "-c", WRITES_STEPS, steps], steps, tmp_path, task, None)
     assert run.samples_per_s > 0 and run.cpu_s_per_sample > 0
     assert run.goal_s is None, "the last ten steps have a mean of 0.725"
+    assert run.curve[-1][1] == pytest.approx(0.725) and "TRL" in picture({"laminar": [run], "TRL": [run, run]})
     with pytest.raises(SystemExit, match="no such task"):
         watch([sys.executable, "-c", "raise SystemExit('no such task')"], steps, tmp_path, task, None)
 

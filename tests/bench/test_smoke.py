@@ -12,6 +12,8 @@ import pytest
 
 from benchmarks import repack_gain
 
+pytestmark = pytest.mark.timeout(300)
+
 ROOT = Path(__file__).parents[2]
 TOY = ("configs/emulated/toy.toml", "simulation.time_scale=20")
 
@@ -43,9 +45,10 @@ def test_footprint() -> None:
     assert all(row["rss_mb_end"] > 0 for row in rows) and any(row["cpu"] > 0 for row in rows)
 
 
-def test_speedup() -> None:
-    rows = measured("speedup", *TOY, "iterations=3")["speedup"]
+def test_speedup(tmp_path: Path) -> None:
+    rows = measured("speedup", *TOY, "iterations=3", "--plot", str(tmp_path / "speedup.svg"))["speedup"]
     assert [row["variant"] for row in rows] == ["laminar", "laminar, no repack", "one_step", "sync"]
+    assert "one_step" in (tmp_path / "speedup.svg").read_text()
     assert all(row["real_tok_s"] > 0 and row["simulated_tok_s"] > 0 for row in rows)
 
 
