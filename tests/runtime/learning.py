@@ -19,6 +19,7 @@ from statistics import fmean
 from torch import Tensor
 
 from laminar.errors import UserCodeError
+from laminar.plot import Line, Panel, chart
 from laminar.run_folder import RunFolder, read_jsonl
 from laminar.trainer.loss import LossSettings, decoupled_ppo
 from laminar.user_code import resolve
@@ -90,6 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the reward against iterations")
     arguments = parser.parse_args()
     curves: dict[str, Curve] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     for seed in arguments.seeds:
@@ -102,6 +104,17 @@ def main() -> None:
                 arguments.out.write_text(json.dumps(curves))
             lag = fmean(curves[name]["staleness"])
             print(f"{name:32} gain {gain(curves[name]):+.3f}, mean staleness {lag:.2f}", flush=True)
+    if arguments.plot:
+        arguments.plot.write_text(picture(curves, arguments.seeds), encoding="utf-8")
+
+
+def picture(curves: dict[str, Curve], seeds: list[int]) -> str:
+    """The reward of each variant, mean over seeds and over `ENDS` iterations."""
+    lines = []
+    for variant in VARIANTS:
+        rewards = [fmean(step) for step in zip(*(curves[f"{variant}/{seed}"]["reward"] for seed in seeds), strict=True)]
+        lines.append(Line([(i, fmean(rewards[i - ENDS : i])) for i in range(ENDS, len(rewards) + 1)], variant))
+    return chart([Panel("reward", lines, "iterations")], width=720, height=320)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from tests.runtime.conftest import Command, check_account, wait_until
 pytestmark = pytest.mark.timeout(900)
 """Real processes on a machine that may be busy: the deadlines inside say what did not come."""
 
+TOY = Path(__file__).parents[2] / "configs" / "emulated" / "toy.toml"
 LAMINAR = str(Path(sys.executable).with_name("laminar"))
 
 
@@ -25,7 +26,7 @@ def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_replicas_join_and_leave_a_run_and_nothing_is_lost(command: Callable[..., Command]) -> None:
     """Fault 41: one is asked for, pulls by itself and works; the first one is drained; the account closes."""
-    run = command("iterations=100000")
+    run = command("iterations=100000", "rollout.replicas=1", config=TOY)
     folder = str(run.folder.path)
     run.wait_for_rows(1)
     assert ask("scale", folder, "replicas=3").returncode == 0

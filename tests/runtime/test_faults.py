@@ -84,6 +84,9 @@ def test_sockets_go_where_their_paths_are_short_enough(tmp_path: Path) -> None:
 
 SLOW = pytest.mark.slow
 
+TOY = Path(__file__).parents[2] / "configs" / "emulated" / "toy.toml"
+IMPATIENT = ("faults.suspect_after_s=1.5", "faults.dead_after_s=4")
+
 
 @pytest.mark.parametrize(
     "role",
@@ -98,7 +101,7 @@ SLOW = pytest.mark.slow
 )
 def test_a_process_that_dies_is_replaced_and_nothing_is_lost(command: Callable[..., Command], role: str) -> None:
     """Faults 1 and 2: any part is killed in mid-run; one line says so, and the run completes with a closed account."""
-    run = command("iterations=10", "train.checkpoint_every=3", "rollout.replicas=2")
+    run = command("iterations=30", config=TOY)
     run.wait_for_rows(3)
     victim = run.pid_of(role)
     os.kill(victim, signal.SIGKILL)
@@ -108,11 +111,11 @@ def test_a_process_that_dies_is_replaced_and_nothing_is_lost(command: Callable[.
     run.assert_nothing_left()
     account = check_account(run.folder, completed=True)
     assert set(account["samples"]["dropped"]) <= {"run_ended"}
-    assert [row["version"] for row in read_jsonl(run.folder.metrics)] == list(range(1, 11))
+    assert [row["version"] for row in read_jsonl(run.folder.metrics)] == list(range(1, 31))
 
 
 def test_the_first_death_ends_a_run_without_restarts(command: Callable[..., Command]) -> None:
-    run = command("iterations=200", "faults.max_restarts=0")
+    run = command("iterations=100000", "faults.max_restarts=0", config=TOY)
     run.wait_for_rows(1)
     os.kill(run.pid_of("trainer"), signal.SIGKILL)
     code, out = run.wait(within_s=30)
@@ -132,7 +135,7 @@ def test_the_first_death_ends_a_run_without_restarts(command: Callable[..., Comm
 )
 def test_a_signal_ends_the_run_in_order(command: Callable[..., Command], number: signal.Signals, moment: str) -> None:
     """Fault 10: all children are gone within 10 s, the exit code is 130, and `--resume` goes on."""
-    first = command("iterations=200")
+    first = command("iterations=100000", config=TOY)
     if moment == "training":
         first.wait_for_rows(2)
     else:
@@ -151,15 +154,11 @@ def test_a_signal_ends_the_run_in_order(command: Callable[..., Command], number:
 
 def test_a_run_can_not_be_resumed_twice_at_once(command: Callable[..., Command]) -> None:
     """A run folder has one driver: the second one is refused with one message."""
-    first = command("iterations=200")
+    first = command("iterations=100000", config=TOY)
     first.wait_for_rows(1)
     code, out = command(resume=True).wait()
     assert code == 2 and "is going on" in out
     assert first.process.poll() is None
-
-
-TOY = Path(__file__).parents[2] / "configs" / "emulated" / "toy.toml"
-IMPATIENT = ("faults.suspect_after_s=1.5", "faults.dead_after_s=4")
 
 
 @pytest.mark.parametrize(

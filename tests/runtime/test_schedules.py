@@ -13,7 +13,7 @@ from laminar.control.commands import Command, Pull
 from laminar.data import schema
 from tests.runtime.conftest import Outcome, Run, sort_config
 
-ITERATIONS = 6
+ITERATIONS = 4
 
 
 def config(schedule: str, *overrides: str) -> Config:
@@ -46,7 +46,13 @@ def versions_in_chunks(outcome: Outcome) -> dict[tuple[int, int], set[int]]:
 
 @pytest.mark.parametrize(
     ("schedule", "bound"),
-    [("sync", 0), ("one_step", 1), ("stream", 1), ("partial", 2), ("laminar", 2)],
+    [
+        pytest.param("sync", 0, marks=pytest.mark.slow),
+        ("one_step", 1),
+        ("stream", 1),
+        pytest.param("partial", 2, marks=pytest.mark.slow),
+        ("laminar", 2),
+    ],
 )
 def test_every_schedule_trains_and_accounts_for_everything(run: Run, schedule: str, bound: int) -> None:
     """Invariants 2, 7 and 11; the fixture looks at ledger and replay. `max_staleness` is for the last two."""

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ray.exceptions import RayActorError, RayTaskError
@@ -30,6 +31,8 @@ CALLED = ("manager", "datastore")
 """Roles that others call, one process each."""
 STOP_WITHIN_S = 5.0
 """After this long a process that was told to stop is killed."""
+STACKS_WITHIN_S = 3.0
+"""A process that was asked for its stacks gets this long to write them."""
 EXIT_WITHIN_S = 1.0
 """After its body has returned a process gets this long to exit."""
 
@@ -168,14 +171,23 @@ class Supervisor:
             _kill(process)
 
     def show_stacks(self) -> None:
-        """Let every process, this one and the workers of the scorer included, write into its log what it is doing."""
+        """Let every process, this one and the workers of the scorer included, write into its log what it is doing.
+
+        Returns when all have written, or after `STACKS_WITHIN_S`: they are about to be ended.
+        """
         with suppress(OSError), (self.folder.logs / "driver.log").open("a", encoding="utf-8") as log:
             faulthandler.dump_traceback(log, all_threads=True)
         there = [p for p in self.processes if p.pid and not p.ended]
         workers = [pid for p in there if p.role == "scorer" for pid in children_of(p.pid)]
+        logs = [(p.pid, self.folder.logs / f"{p.id}.log") for p in there]
+        silent = {(pid, log): _size(log) for pid, log in logs}
         for pid in [*(p.pid for p in there), *workers]:
             with suppress(ProcessLookupError):
                 os.kill(pid, SHOW_STACKS)
+        deadline = time.monotonic() + STACKS_WITHIN_S
+        while silent and time.monotonic() < deadline:
+            time.sleep(0.01)
+            silent = {(pid, log): size for (pid, log), size in silent.items() if is_running(pid) and _size(log) == size}
 
     def _named(self, role: str, id_: str) -> list[Process]:
         return [p for p in self.processes if (p.role, p.id) == (role, id_)]
@@ -250,3 +262,7 @@ def _kill(process: Process) -> None:
         return
     with suppress(ProcessLookupError):
         os.kill(process.pid, signal.SIGKILL)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
