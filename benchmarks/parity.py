@@ -52,7 +52,7 @@ class Observed:
     generation: Counter[int]
     """Samples by staleness when they were generated"""
     trained: list[Point]
-    """Seconds since the run began, tokens trained so far; a point an iteration."""
+    """Seconds and tokens trained since the first iteration; a point an iteration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ def _tok_s(tokens: Sequence[int], ends: Sequence[float]) -> float:
 
 
 def _trained(tokens: Sequence[int], ends: Sequence[float]) -> list[Point]:
-    return list(zip(ends, itertools.accumulate(tokens), strict=True))
+    return [(end - ends[0], sum(tokens[1 : i + 1])) for i, end in enumerate(ends)]
 
 
 # ---------------------------------------------------------------- the runtime

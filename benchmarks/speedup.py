@@ -65,8 +65,8 @@ def main() -> int:
             lines.append(Line(foretold.trained, dashed=True, colour=number))
             print(as_text(rows[variant], rows["laminar"]), file=table, flush=True)
     if arguments.plot:
-        panel = Panel("tokens trained (dashed: simulated)", lines, "seconds")
-        arguments.plot.write_text(chart([panel], width=640, height=320), encoding="utf-8")
+        panel = Panel("tokens trained", lines, "seconds; dashed: simulated")
+        arguments.plot.write_text(chart([panel], width=720, height=320), encoding="utf-8")
     problems = broken(rows)
     print("\n".join(problems), file=table)
     if arguments.json:

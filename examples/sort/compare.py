@@ -108,8 +108,9 @@ def table(curves: Sequence[Curve]) -> list[str]:
 def draw(curves: Sequence[Curve], path: Path) -> None:
     by_time = [Line(list(zip(c.seconds, c.rewards, strict=True)), c.schedule) for c in curves]
     by_samples = [Line(list(zip(c.samples, c.rewards, strict=True)), c.schedule) for c in curves]
-    title = f"reward, mean of {SMOOTHED_OVER} iterations"
-    path.write_text(chart([Panel(title, by_time, "seconds"), Panel("", by_samples, "samples")], columns=2))
+    over = f"rewards are means of {SMOOTHED_OVER} iterations"
+    panels = [Panel("reward", by_time, f"seconds; {over}"), Panel("reward", by_samples, f"samples; {over}")]
+    path.write_text(chart(panels, columns=2))
 
 
 if __name__ == "__main__":

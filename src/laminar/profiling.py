@@ -117,7 +117,7 @@ def measure(folder: RunFolder) -> Measured:
         profile,
         _sources(len(log.stints), len(rows), len(lengths)),
         iterations=len(rows) + WARM_UP,
-        throughput_tok_s=fmean(r["num_tokens"] / r["iteration_s"] for r in rows),
+        throughput_tok_s=sum(r["num_tokens"] for r in rows) / sum(r["iteration_s"] for r in rows),
     )
 
 
