@@ -148,6 +148,22 @@ def test_stop_reaches_those_who_have_spoken_and_those_who_speak_later(manager: M
     run(body())
 
 
+def test_of_a_failed_run_nobody_is_told_to_stop_before_the_driver_has_heard_of_it(manager: ManagerService) -> None:
+    """Fault 1: it asks all what they are doing, and those that end at the same moment could not say."""
+
+    async def body() -> None:
+        await manager.beat(relay(), NOTHING, 0.0)
+        (end,), *_ = await manager.driver_poll([ProcessEnded("replica", "r0", 1, "boom")], NOTHING, 0.0)
+        for beat in (relay(), TrainerBeat(1, None, 0, "starting")):
+            assert not await manager.beat(beat, NOTHING, 0.0)
+        assert (await manager.driver_poll([], Inbox(end.term, end.number), 0.0))[0] == []
+        for beat in (relay(), TrainerBeat(1, None, 0, "starting")):
+            (numbered,) = await manager.beat(beat, NOTHING, 0.0)
+            assert isinstance(numbered.command, Stop)
+
+    run(body())
+
+
 def test_the_driver_hears_of_the_end_while_it_waits(manager: ManagerService) -> None:
     """Fault 2."""
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from laminar import __version__
 from laminar.control import codec
-from laminar.control.commands import Command, Numbered, Stop, address
+from laminar.control.commands import Command, EndRun, Numbered, Stop, address
 from laminar.control.events import (
     Beat,
     DriverEvent,
@@ -110,20 +110,29 @@ class ManagerService:
         """Beats with no news since the last tick."""
         self.stopped: dict[str, Stop] = {}
         """Roles that have been told to stop: who speaks up later is told too."""
+        self.held_back: list[Stop] = []
+        """Of a run that has failed: nobody is told to stop before the driver has asked all what they are doing."""
         self.handle(recovered)
 
     def handle(self, event: Event) -> None:
         now = self.clock()
         commands = tuple(self.manager.handle(now, event))
         self.log.append(Record(now, event, commands))
+        failed = any(isinstance(command, EndRun) and command.outcome == "failed" for command in commands)
         for command in commands:
-            if isinstance(command, Stop) and command.id == "*":
-                self.stopped[command.role] = command
-                for role, id_ in list(self.boxes):
-                    if role == command.role:
-                        self._box((role, id_)).put(command)
-            else:
+            if not isinstance(command, Stop) or command.id != "*":
                 self._box(address(command)).put(command)
+            elif failed:
+                self.held_back.append(command)
+            else:
+                self._stop(command)
+
+    def _stop(self, command: Stop) -> None:
+        """Tell a whole role."""
+        self.stopped[command.role] = command
+        for role, id_ in list(self.boxes):
+            if role == command.role:
+                self._box((role, id_)).put(command)
 
     def _box(self, sender: Sender) -> WakingMailbox:
         box = self.boxes.get(sender)
@@ -162,6 +171,9 @@ class ManagerService:
     ) -> tuple[list[Numbered], list[str], list[dict[str, object]], tuple[ProcessSeen, ...]]:
         """Commands for the driver, lines for the user, the state of every process, what the next manager must know."""
         box = self._box(("driver", "driver"))
+        if not box.after(acked):
+            while self.held_back:
+                self._stop(self.held_back.pop(0))
         for event in events:
             self.handle(event)
         if not box.after(acked) and not self.manager.state.notes and wait_s > 0:

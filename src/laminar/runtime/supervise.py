@@ -175,19 +175,19 @@ class Supervisor:
 
         Returns when all have written, or after `STACKS_WITHIN_S`: they are about to be ended.
         """
-        with suppress(OSError), (self.folder.logs / "driver.log").open("a", encoding="utf-8") as log:
-            faulthandler.dump_traceback(log, all_threads=True)
         there = [p for p in self.processes if p.pid and not p.ended]
         workers = [pid for p in there if p.role == "scorer" for pid in children_of(p.pid)]
-        logs = [(p.pid, self.folder.logs / f"{p.id}.log") for p in there]
-        silent = {(pid, log): _size(log) for pid, log in logs}
-        for pid in [*(p.pid for p in there), *workers]:
+        logs = {p.pid: self.folder.logs / f"{p.id}.log" for p in there}
+        silent = {pid: _size(log) for pid, log in logs.items()}
+        for pid in [*logs, *workers]:
             with suppress(ProcessLookupError):
                 os.kill(pid, SHOW_STACKS)
+        with suppress(OSError), (self.folder.logs / "driver.log").open("a", encoding="utf-8") as log:
+            faulthandler.dump_traceback(log, all_threads=True)
         deadline = time.monotonic() + STACKS_WITHIN_S
         while silent and time.monotonic() < deadline:
             time.sleep(0.01)
-            silent = {(pid, log): size for (pid, log), size in silent.items() if is_running(pid) and _size(log) == size}
+            silent = {pid: size for pid, size in silent.items() if is_running(pid) and _size(logs[pid]) == size}
 
     def _named(self, role: str, id_: str) -> list[Process]:
         return [p for p in self.processes if (p.role, p.id) == (role, id_)]
