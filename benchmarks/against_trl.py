@@ -232,6 +232,7 @@ def cpu_of(pid: int, before: float) -> float:
 
 
 def middle(runs: list[Run]) -> Run:
+    """The medians, with the curve of the first run."""
     goals = [run.goal_s for run in runs if run.goal_s is not None]
     return Run(
         median(run.samples_per_s for run in runs),

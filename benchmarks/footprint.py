@@ -68,7 +68,7 @@ def main() -> int:
     parser.add_argument("config", nargs="?", type=Path, default=R32, help="configs/emulated/r32.toml unless given")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, the table on stderr")
-    parser.add_argument("--look-every", type=float, default=1.0, metavar="SECONDS")
+    parser.add_argument("--look-every", type=float, default=1.0, metavar="SECONDS", help="1 unless given")
     arguments = parser.parse_args()
     table = sys.stderr if arguments.json else sys.stdout
     with tempfile.TemporaryDirectory(prefix="footprint-", dir="/dev/shm") as name:

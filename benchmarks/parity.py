@@ -144,7 +144,7 @@ def _tok_s(tokens: Sequence[int], ends: Sequence[float]) -> float:
 
 
 def _trained(tokens: Sequence[int], ends: Sequence[float]) -> list[Point]:
-    return [(end - ends[0], sum(tokens[1 : i + 1])) for i, end in enumerate(ends)]
+    return list(zip((end - ends[0] for end in ends), itertools.accumulate([0, *tokens[1:]]), strict=True))
 
 
 # ---------------------------------------------------------------- the runtime
@@ -154,6 +154,7 @@ def observe(config: Config, run_dir: Path) -> Observed:
     folder = launch.prepare(config, run_dir, resume=False)
     launch.run_in(folder, config, time.monotonic(), threading.Event(), lambda line: None)
     rows = list(read_jsonl(folder.metrics))
+    tokens, ends = [row["num_tokens"] for row in rows], [row["time_s"] for row in rows]
     ages = _query(
         folder,
         "SELECT g.batch - s.version, s.staleness_generation FROM samples s JOIN groups g ON g.id = s.group_id "
@@ -161,10 +162,10 @@ def observe(config: Config, run_dir: Path) -> Observed:
     )
     return Observed(
         batches_of(folder),
-        _tok_s([row["num_tokens"] for row in rows], [row["time_s"] for row in rows]),
+        _tok_s(tokens, ends),
         Counter(use for use, _ in ages),
         Counter(generation for _, generation in ages),
-        _trained([row["num_tokens"] for row in rows], [row["time_s"] for row in rows]),
+        _trained(tokens, ends),
     )
 
 
@@ -196,9 +197,11 @@ def foretell(config: Config) -> Observed:
     )
 
 
-def simulated(config: Config) -> World:
-    """A whole run on one machine, which is where the runtime runs."""
-    world = World(replace(plan_of(config), one_machine=True))
+def simulated(config: Config, later_s: float = 0.0) -> World:
+    """A whole run on one machine, which is where the runtime runs; each iteration of training ends so much later."""
+    plan = plan_of(config)
+    profile = replace(plan.profile, train_s_per_iteration=plan.profile.train_s_per_iteration + later_s)
+    world = World(replace(plan, one_machine=True, profile=profile))
     world.run()
     return world
 

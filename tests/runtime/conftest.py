@@ -23,6 +23,7 @@ from laminar.run_folder import NODE, RunFolder, read_json, read_jsonl
 from laminar.runtime import guard, launch
 
 SORT = Path(__file__).parents[2] / "examples" / "sort" / "config.toml"
+TOY = Path(__file__).parents[2] / "configs" / "emulated" / "toy.toml"
 SMALL = (
     *("train.groups_per_batch=4", "train.group_size=4", "data.eval=none", "eval.temperature=0.0"),
     *("faults.dead_after_s=20", "train.lr_schedule=constant"),

@@ -30,14 +30,8 @@ ENDS = 20
 """Iterations over which the reward at the beginning and at the end of a run is averaged."""
 
 COMMON = (
-    *(
-        f"iterations={ITERATIONS}",
-        "data.eval=none",
-        "eval.temperature=0.0",
-        "train.lr=5e-5",
-        "train.lr_schedule=constant",
-    ),
-    *(f"train.checkpoint_every={10 * ITERATIONS}", "rollout.exact=false", "report_to=[]"),
+    *(f"iterations={ITERATIONS}", "train.lr=5e-5", "train.lr_schedule=constant", "data.eval=none"),
+    *("eval.temperature=0.0", f"train.checkpoint_every={10 * ITERATIONS}", "rollout.exact=false", "report_to=[]"),
 )
 LAGGING = ("max_staleness=4", "rollout.admission=fresh", "rollout.max_in_flight=192", "rollout.max_num_seqs=192")
 """Three batches in the engine and the rest in the buffer, which is used oldest first: what is trained is as old as it

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.conftest import Command, check_account, wait_until
+from tests.runtime.conftest import TOY, Command, check_account, wait_until
 
 pytestmark = pytest.mark.timeout(900)
 """Real processes on a machine that may be busy: the deadlines inside say what did not come."""
 
-TOY = Path(__file__).parents[2] / "configs" / "emulated" / "toy.toml"
 LAMINAR = str(Path(sys.executable).with_name("laminar"))
 
 

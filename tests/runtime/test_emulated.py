@@ -15,9 +15,8 @@ from laminar.data import schema
 from laminar.errors import ConfigError
 from laminar.run_folder import RunFolder
 from laminar.timing import load_profile
-from tests.runtime.conftest import Run
+from tests.runtime.conftest import TOY, Run
 
-TOY = Path(__file__).parents[2] / "configs" / "emulated" / "toy.toml"
 FAST = ("simulation.time_scale=20", "rollout.stream_interval_s=0.1")
 """Batches of 32 samples of some 60 tokens, with room for about eight of them in each of two replicas."""
 

@@ -13,7 +13,7 @@ from laminar import reports
 from laminar.errors import RunFailed, StorageError
 from laminar.run_folder import read_jsonl
 from laminar.runtime import launch
-from tests.runtime.conftest import Command, Run, check_account, sort_config, wait_until
+from tests.runtime.conftest import TOY, Command, Run, check_account, sort_config, wait_until
 
 pytestmark = pytest.mark.timeout(900)
 """Real processes on a machine that may be busy: the deadlines inside say what did not come."""
@@ -84,7 +84,6 @@ def test_sockets_go_where_their_paths_are_short_enough(tmp_path: Path) -> None:
 
 SLOW = pytest.mark.slow
 
-TOY = Path(__file__).parents[2] / "configs" / "emulated" / "toy.toml"
 IMPATIENT = ("faults.suspect_after_s=1.5", "faults.dead_after_s=4")
 
 

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from benchmarks import parity
-from laminar.config import Config
-from laminar.sim.simulate import plan_of
-from laminar.sim.world import World
 from tests.runtime.conftest import Run
 
 ALSO_WHEN_QUICK = ("laminar", "partial")
@@ -33,12 +28,5 @@ def test_one_replica_trains_the_same_batches_in_the_simulator(run: Run, schedule
 def test_a_machine_that_is_late_by_less_than_half_a_second_changes_no_batch(schedule: str, later_s: float) -> None:
     """Of the fixed times; else the test above would be one of the machine's moods."""
     config = parity.config_of(schedule, replicas=1)
-    assert _batches(config, later_s) == _batches(config)
-
-
-def _batches(config: Config, later_s: float = 0.0) -> parity.Batches:
-    plan = plan_of(config)
-    train_s = plan.profile.train_s_per_iteration + later_s
-    world = World(replace(plan, one_machine=True, profile=replace(plan.profile, train_s_per_iteration=train_s)))
-    world.run()
-    return parity.batches_of_simulation(world)
+    late = parity.batches_of_simulation(parity.simulated(config, later_s))
+    assert late == parity.batches_of_simulation(parity.simulated(config))

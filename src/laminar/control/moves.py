@@ -139,6 +139,8 @@ def _move(state: State, source: Replica, destination: Replica, reason: str) -> C
 def _load(state: State, replica: Replica, newest: Version) -> ReplicaLoad:
     assert replica.version is not None
     load, unfinished = replica.load, len(replica.unfinished)
+    # Work on its way to it comes in whole groups. If fewer are missing they have ended, and the news has yet to come.
+    under_way = unfinished - load.num_running >= state.settings.group_size
     fresh = state.settings.admission == "fresh" and replica.version == newest and state.room(newest) > 0
     return ReplicaLoad(
         replica=replica.id,
@@ -147,5 +149,5 @@ def _load(state: State, replica: Replica, newest: Version) -> ReplicaLoad:
         kv_capacity=max(1, load.kv_capacity),
         num_running=load.num_running,
         num_waiting=load.num_waiting,
-        admitting=fresh or replica.activity == "granted" or unfinished - load.num_running >= state.settings.group_size,
+        admitting=fresh or replica.activity == "granted" or under_way,
     )

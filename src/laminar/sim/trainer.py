@@ -90,7 +90,7 @@ class Trainer(Process[TrainerBeat], Client):
         self.world.trainer_busy_s += step_s
         if cut.part == 0 and self.world.plan.colocated:
             step_s += self.world.plan.profile.switch_s
-        if cut.part + 1 == cut.num_parts:
+        if cut.part + 1 == cut.num_parts:  # what repack will know of the loads when this is published
             loads_s = step_s + self.world.publish_s - self.world.plan.delays.load_age_s
             self.after(max(0.0, loads_s), lambda: self.world.manager.look())
         self.after(step_s, lambda: self._stepped(cut))
