@@ -13,7 +13,7 @@ from laminar.control.commands import Command, Pull
 from laminar.data import schema
 from tests.runtime.conftest import Outcome, Run, sort_config
 
-ITERATIONS = 4
+ITERATIONS = 6
 
 
 def config(schedule: str, *overrides: str) -> Config:
