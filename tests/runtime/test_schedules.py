@@ -74,7 +74,8 @@ def test_every_schedule_trains_and_accounts_for_everything(run: Run, schedule: s
 
 def test_a_new_version_interrupts_what_is_generated(run: Run) -> None:
     """Schedule `partial`: a few responses at a time, so that there is always one that a publish meets in its midst."""
-    outcome = run(config("partial", "max_staleness=2", "train.checkpoint_every=1000", "rollout.max_num_seqs=4"))
+    rules = "max_staleness=2", "train.checkpoint_every=1000", "rollout.max_num_seqs=4"
+    outcome = run(config("partial", *rules, "iterations=24"))  # not every publication meets one
     assert outcome.code == 0
     assert [c for c in commands(outcome) if isinstance(c, Pull) and c.interrupt]
     found = versions_in_chunks(outcome)
