@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -103,12 +103,28 @@ def chunk_tokens(model: PreTrainedModel) -> int:
 def head_logprobs(model: PreTrainedModel, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """As `token_logprobs`, from states [T, D] and targets [T]. T is at most `chunk_tokens`."""
     logits = _logits(model, hidden)
-    logprobs = torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
-    del logits  # what is made of them is as large
-    with torch.no_grad():
+    apply: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = _TokenLogprobs.apply
+    return apply(logits if temperature == 1 else logits / temperature, targets)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Log-probs of `targets` [T] and entropies [T], from logits [T, V]; the gradient needs the chances only."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs = torch.log_softmax(logits, dim=-1)
+        found = logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
         chances = logprobs.exp()
-        entropy = torch.special.entr(chances, out=chances).sum(-1)
-    return logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy
+        entropy = -torch.linalg.vecdot(chances, logprobs.clamp_(min=torch.finfo(logprobs.dtype).min))  # 0 * -inf
+        ctx.save_for_backward(chances, targets)
+        ctx.mark_non_differentiable(entropy)
+        return found, entropy
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor, None]:
+        chances, targets = ctx.saved_tensors
+        to_logits = chances.mul_(-gradient.unsqueeze(-1))  # of one use: the gradient may take its place
+        return to_logits.scatter_add_(-1, targets.unsqueeze(-1), gradient.unsqueeze(-1)), None
 
 
 def _hidden(model: PreTrainedModel, layout: Layout) -> Tensor:
