@@ -103,8 +103,10 @@ def chunk_tokens(model: PreTrainedModel) -> int:
 def head_logprobs(model: PreTrainedModel, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """As `token_logprobs`, from states [T, D] and targets [T]. T is at most `chunk_tokens`."""
     logits = _logits(model, hidden)
+    if temperature != 1:
+        logits = logits / temperature  # by this name, so that the others are freed: they are as large
     apply: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = _TokenLogprobs.apply
-    return apply(logits if temperature == 1 else logits / temperature, targets)
+    return apply(logits, targets)
 
 
 class _TokenLogprobs(torch.autograd.Function):
