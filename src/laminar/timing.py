@@ -38,10 +38,10 @@ _NORMAL = NormalDist()
 def together_s(num_replicas: int, at_least: float) -> float:
     """How long news waits for more of its kind before it travels, in seconds.
 
-    The more replicas talk, the less often each does, so that the data store answers about as many calls from many as
-    from a few; a fifth of a second is nothing to a fleet that is large enough to need it.
+    The more replicas talk, the less often each does, so that the data store answers some fifty calls a second, of few
+    or of many; half a second is nothing to a fleet that is large enough to need it.
     """
-    return max(at_least, min(0.2, 0.005 * num_replicas))
+    return max(at_least, min(0.5, 0.02 * (num_replicas - 6)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from laminar.config import Config
 from laminar.data.rewards import Completion, Decoder, ScorableGroup, decode_group
 from laminar.data.worker import CallFailed, RewardWorker, WorkerClosed, WorkerSetup
 from laminar.errors import RewardError
+from laminar.timing import together_s
 from laminar.types import GroupScore, MemberScore, ScoreReport, UnscoredGroup
 
 _GROUPS_PER_WORKER = 8
@@ -102,7 +103,8 @@ class Scorer:
             submitting = threads.submit(self._submit_scores)
             try:
                 while not stop.is_set() and not submitting.done():
-                    self._take_groups()
+                    if self._take_groups():
+                        stop.wait(together_s(self._config.rollout.replicas, 0.0))
             finally:
                 self._outbox.put(None)
             submitting.result()
@@ -116,18 +118,21 @@ class Scorer:
 
     # -------------------------------------------------------- thread of `run`
 
-    def _take_groups(self) -> None:
+    def _take_groups(self) -> bool:
+        """Whether there were any, and no more than it has taken."""
         with self._room:
             room = self._room.wait_for(self._free, timeout=_STOP_CHECK_S)
         if room == 0:
-            return
-        for unscored in self._store.exchange_scores(ScoreReport(self._incarnation, want=room)):
+            return False
+        groups = self._store.exchange_scores(ScoreReport(self._incarnation, want=room))
+        for unscored in groups:
             with self._room:
                 if unscored.group in self._held:  # handed out again after a lost reply
                     continue
                 self._held.add(unscored.group)
             prompt_column, stop = self._config.data.prompt_column, self._config.rollout.stop
             self._todo.put(decode_group(unscored, self._tokenizer, stop, prompt_column))
+        return 0 < len(groups) < room
 
     def _free(self) -> int:
         return max(0, _GROUPS_PER_WORKER * len(self._workers) - len(self._held))
