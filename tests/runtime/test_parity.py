@@ -10,17 +10,25 @@ from tests.runtime.conftest import Run
 ALSO_WHEN_QUICK = ("laminar", "partial")
 """Those in which replicas choose their own moments."""
 
+TRIES = 3
+"""A machine that stands still for half a second at the wrong moment makes another history, which is as true; a runtime
+that decides otherwise than the simulator makes one each time."""
+
 
 @pytest.mark.parametrize(
     "schedule", [s if s in ALSO_WHEN_QUICK else pytest.param(s, marks=pytest.mark.slow) for s in parity.SCHEDULES]
 )
 def test_one_replica_trains_the_same_batches_in_the_simulator(run: Run, schedule: str) -> None:
     config = parity.config_of(schedule, replicas=1)
-    outcome = run(config)
-    assert outcome.code == 0
-    batches = parity.batches_of(outcome.folder)
-    assert batches == parity.batches_of_simulation(parity.simulated(config))
-    assert len(batches) == config.iterations * config.train.groups_per_batch
+    foretold = parity.batches_of_simulation(parity.simulated(config))
+    assert len(foretold) == config.iterations * config.train.groups_per_batch
+    for attempt in range(TRIES):
+        outcome = run(config, f"run-{attempt}")
+        assert outcome.code == 0
+        batches = parity.batches_of(outcome.folder)
+        if batches == foretold:
+            break
+    assert batches == foretold
 
 
 @pytest.mark.parametrize("schedule", parity.SCHEDULES)
