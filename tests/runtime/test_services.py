@@ -239,8 +239,11 @@ def test_an_idle_replica_waits_for_work(store: StoreService) -> None:
         waiting = asyncio.create_task(store.exchange(ReplicaReport("r0", 1, 1, wait_s=WITHIN_S)))
         await asyncio.sleep(0)
         assert not waiting.done()
-        store._obey([Numbered(1, 1, Issue("r0", 1, V0, 1, "train", ""))])
-        assert [w.sample for w in (await waiting).work] == [(0, 0), (0, 1)]
+        store._obey([Numbered(1, 1, Issue("r1", 1, V0, 1, "train", ""))])
+        await asyncio.sleep(0)
+        assert not waiting.done(), "that was for another one"
+        store._obey([Numbered(1, 2, Issue("r0", 1, V0, 1, "train", ""))])
+        assert [w.sample for w in (await waiting).work] == [(1, 0), (1, 1)]
 
     run(body())
 

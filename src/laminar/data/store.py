@@ -177,6 +177,11 @@ class DataStore:
         release = tuple(self.accounts.to_release(*key))
         return ReplicaReply(report.sequence, self._work(*key), release, tuple(self._cancel.pop(key, ())))
 
+    def owes(self, replica: str, incarnation: int) -> bool:
+        """Whether `exchange` may have something to say to it."""
+        waiting = bool(self._mailbox.get(replica))
+        return waiting or (replica, incarnation) in self._cancel or replica in self.accounts.moves
+
     def _refuse(self, key: tuple[str, int], sample: SampleId, epoch: int) -> None:
         self.refused += 1
         self._cancel.setdefault(key, {})[sample, epoch] = None

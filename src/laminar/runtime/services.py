@@ -220,25 +220,34 @@ class StoreService:
     def __init__(self, store: DataStore, events_within_s: float = EVENTS_WITHIN_S) -> None:
         self.store, self.events_within_s = store, events_within_s
         self.pulse = Pulse()
+        """Any change; replicas have pulses of their own, since there may be many that wait."""
         self.stopping = False
         self._changes = store.changes
+        self._replicas: dict[tuple[str, int], Pulse] = {}
+        """Those that wait for work."""
 
     def _changed(self) -> None:
         if self.store.changes != self._changes:
             self._changes = self.store.changes
-            self.pulse.beat()
+            self._wake()
+
+    def _wake(self) -> None:
+        self.pulse.beat()
+        for replica, pulse in self._replicas.items():
+            if self.stopping or self.store.owes(*replica):
+                pulse.beat()
 
     async def exchange(self, report: ReplicaReport) -> ReplicaReply:
         deadline = time.monotonic() + report.wait_s
+        replica = report.replica, report.incarnation
         reply = self.store.exchange(report)
         self._changed()
         while not (reply.work or reply.release or reply.cancel or self.stopping):
             if (left := deadline - time.monotonic()) <= 0:
                 break
-            await self.pulse.wait(left)
-            reply = self.store.exchange(
-                ReplicaReport(report.replica, report.incarnation, report.sequence, busy_s=report.busy_s)
-            )
+            await self._replicas.setdefault(replica, Pulse()).wait(left)
+            reply = self.store.exchange(ReplicaReport(*replica, report.sequence, busy_s=report.busy_s))
+        self._replicas.pop(replica, None)
         return reply
 
     async def exchange_scores(self, report: ScoreReport, wait_s: float) -> tuple[list[UnscoredGroup], bool]:
@@ -304,4 +313,4 @@ class StoreService:
         self.stopping = self.stopping or any(isinstance(command, Stop) for command in new)
         self._changed()
         if self.stopping:
-            self.pulse.beat()
+            self._wake()
