@@ -59,9 +59,10 @@ class _Peer:
                 self.find()
 
     def find(self) -> None:
+        """Several threads may do so at once."""
+        number = self.number + 1
         with suppress(ValueError):  # there is none at this moment
-            self.actor = ray.get_actor(f"{self.name}/{self.number + 1}")
-            self.number += 1
+            self.actor, self.number = ray.get_actor(f"{self.name}/{number}"), number
 
 
 class ManagerHandle(_Peer):
