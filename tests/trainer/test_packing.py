@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from laminar.errors import ProtocolError
 from laminar.trainer.packing import (
     SHARED_ROW_TOKENS,
+    Lines,
     Samples,
     generated_by,
     make_layout,
@@ -86,15 +87,26 @@ def test_a_packed_layout_of_a_shared_and_a_plain_row() -> None:
     assert layout.predictors.tolist() == [1, 2, 3, 1, 4, 5, 6]
     assert layout.tokens.tolist() == [0, 1, 2, 3, 4, 5, 6]
     shared, plain = layout.rows
-    assert (shared.start, shared.stop, plain.start, plain.stop, plain.visible) == (0, 5, 5, 7, None)
-    assert shared.visible is not None
-    assert shared.visible.astype(int).tolist() == [
+    assert (shared.start, shared.stop, plain.start, plain.stop, plain.attention) == (0, 5, 5, 7, None)
+    assert isinstance(shared.attention, np.ndarray)
+    assert shared.attention.astype(int).tolist() == [
         [1, 0, 0, 0, 0],
         [1, 1, 0, 0, 0],
         [1, 1, 1, 0, 0],
         [1, 1, 1, 1, 0],
         [1, 1, 0, 0, 1],
     ]
+
+
+def test_a_shared_row_of_like_lengths_is_attended_to_as_lines() -> None:
+    """Where a mask of all against all would mostly hide."""
+    prompt, length = list(range(1, 21)), 41
+    samples = samples_of([prompt] * 8, [[50 + i] * length for i in range(8)], [0] * 8)
+    (row,) = make_layout(samples, [tuple(range(8))], packed=True).rows
+    assert isinstance(row.attention, Lines)
+    places, origins = row.attention.places, row.attention.origins
+    assert places.tolist() == [[*range(20), *range(20 + 40 * i, 60 + 40 * i)] for i in range(8)]
+    assert places.flatten()[origins].tolist() == list(range(20 + 8 * 40)), "each token of the row comes from one place"
 
 
 def test_a_padded_layout_has_one_sample_a_row() -> None:

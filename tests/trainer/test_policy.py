@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from laminar.errors import ModelError
 from laminar.golden import golden_ids
-from laminar.trainer import policy
-from laminar.trainer.packing import make_layout, make_rows, unpack
+from laminar.trainer import packing, policy
+from laminar.trainer.packing import Lines, make_layout, make_rows, unpack
 from laminar.types import Batch
 
 
@@ -24,7 +24,10 @@ def plain_logprobs(model: PreTrainedModel, prompt: list[int], response: list[int
 
 
 @pytest.mark.parametrize("chunk_logits", [policy.CHUNK_LOGITS, 5 * 32, 1])
-@pytest.mark.parametrize(("packed", "share_prompts"), [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize(
+    ("packed", "share_prompts", "line_price"),
+    [(True, True, 10**6), (True, True, -(10**6)), (True, False, 0), (False, False, 0)],
+)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_and_their_gradient(
     model: PreTrainedModel,
@@ -33,14 +36,18 @@ def test_logprobs_and_their_gradient(
     temperature: float,
     packed: bool,
     share_prompts: bool,
+    line_price: int,
     chunk_logits: int,
 ) -> None:
-    """Padding, packing, shared prompts and chunks of the head change neither log-probs nor gradients."""
+    """Padding, packing, shared prompts, attention by masks or lines and chunks of the head change neither log-probs
+    nor gradients."""
     monkeypatch.setattr(policy, "CHUNK_LOGITS", chunk_logits)
+    monkeypatch.setattr(packing, "LINE_PRICE", line_price)
     model.double()
     assert policy.can_pack(model)
     samples = unpack(make_batch())
     layout = make_layout(samples, make_rows(samples, range(len(samples.groups)), share_prompts), packed)
+    assert any(isinstance(row.attention, Lines) for row in layout.rows) == (line_price < 0)
     logprobs, entropy = policy.token_logprobs(model, layout, temperature)
     assert not entropy.requires_grad
     logprobs.sum().backward()

@@ -8,8 +8,9 @@ A row is one or more samples of a group behind their common prompt, which is the
 
     prompt | response a | response b | ...
 
-A response sees the prompt and itself (`Row.visible`), and its positions count on from the prompt's. The rows of a
-micro-batch lie one behind the other in one sequence, and each is attended to by itself. A model whose attention is its
+A response sees the prompt and itself, and its positions count on from the prompt's. Attention does that with a mask of
+the row, or, where that is less work, on lines: each response behind a copy of its prompt. The rows of a micro-batch lie
+one behind the other in one sequence, and each is attended to by itself. A model whose attention is its
 own affair gets one sample a row, and rows of like length padded on the right; as attention is causal, padding is never
 seen.
 """
@@ -30,6 +31,9 @@ Int = NDArray[np.int64]
 
 SHARED_ROW_TOKENS = 512
 """Longest row that several samples share: beyond it the square of attention costs more than the prompt."""
+
+LINE_PRICE = 900
+"""What attending to a line costs beside the square of its length, in the same unit. Measured on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,13 +179,23 @@ def micro_batches(lengths: Sequence[int], token_budget: int, packed: bool) -> li
 
 
 @dataclass(frozen=True, slots=True)
+class Lines:
+    """A row of S samples as lines of their own, of M tokens, to which plain causal attention applies."""
+
+    places: Int
+    """[S, M]: the place in the row of each token of a line; 0 behind its end"""
+    origins: Int
+    """[L]: index into S * M of each token of the row; of the prompt's, those in the first line"""
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """Where a row lies in its sequence, and who sees whom in it."""
 
     start: int
     stop: int
-    visible: NDArray[np.bool_] | None
-    """[L, L] (query, key), or None for plain causal attention"""
+    attention: NDArray[np.bool_] | Lines | None
+    """[L, L] (query, key) who sees whom, or as lines, or None for plain causal attention"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,8 +231,8 @@ def make_layout(samples: Samples, rows: Sequence[tuple[int, ...]], packed: bool)
         input_ids=input_ids.reshape(1 if packed else len(rows), -1),
         positions=np.concatenate([positions for _, positions, _, _ in laid])[None] if packed else None,
         rows=tuple(
-            Row(int(start), int(start) + length, _visible(branch) if len(row) > 1 else None)
-            for row, start, length, (_, _, branch, _) in zip(rows, starts, lengths, laid, strict=True)
+            Row(int(start), int(start) + length, _attention(branch, positions) if len(row) > 1 else None)
+            for row, start, length, (_, positions, branch, _) in zip(rows, starts, lengths, laid, strict=True)
         )
         if packed
         else (),
@@ -250,8 +264,16 @@ def _lay(samples: Samples, row: Sequence[int]) -> tuple[Int, Int, Int, Int]:
     )
 
 
-def _visible(branch: Int) -> NDArray[np.bool_]:
-    """[L, L]: a token sees what lies before it (and itself) in its own branch and in the prompt."""
-    query, key = branch[:, None], branch[None, :]
-    visible: NDArray[np.bool_] = np.tri(len(branch), dtype=np.bool_) & ((key == query) | (key == 0))
-    return visible
+def _attention(branch: Int, positions: Int) -> NDArray[np.bool_] | Lines:
+    """A token sees what lies before it (and itself) in its own branch and in the prompt; in the cheaper way."""
+    length, num_lines, longest = len(branch), max(1, int(branch[-1])), int(positions.max()) + 1
+    if length**2 + LINE_PRICE <= num_lines * (longest**2 + LINE_PRICE):
+        query, key = branch[:, None], branch[None, :]
+        visible: NDArray[np.bool_] = np.tri(length, dtype=np.bool_) & ((key == query) | (key == 0))
+        return visible
+    origins = np.maximum(branch - 1, 0) * longest + positions
+    places = np.zeros((num_lines, longest), dtype=np.int64)
+    places.flat[origins] = np.arange(length)
+    prompt = np.flatnonzero(branch == 0)
+    places[:, : len(prompt)] = prompt
+    return Lines(places, origins)

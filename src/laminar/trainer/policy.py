@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from laminar.errors import ModelError
 from laminar.golden import GOLDEN_LENGTH, golden_ids
-from laminar.trainer.packing import Layout, Row
+from laminar.trainer.packing import Layout, Lines, Row
 
 Dtype = Literal["fp32", "bf16"]
 
@@ -144,8 +144,7 @@ def _hidden(model: PreTrainedModel, layout: Layout) -> Tensor:
 @contextmanager
 def _attention_by_rows(model: PreTrainedModel, rows: Sequence[Row]) -> Iterator[None]:
     """Forward passes in the block are of a packed sequence: each row sees itself only."""
-    masks = [None if row.visible is None else torch.from_numpy(row.visible).to(model.device) for row in rows]
-    token = _rows.set([(row.start, row.stop, mask) for row, mask in zip(rows, masks, strict=True)])
+    token = _rows.set([(row.start, row.stop, _way(row, model.device)) for row in rows])
     model.config._attn_implementation = _BY_ROWS
     try:
         yield
@@ -159,15 +158,37 @@ def _attend_by_rows(
 ) -> tuple[Tensor, None]:
     """[1, L, heads, head size] of query, key, value [1, heads, L, head size], in the form that transformers calls."""
     parts = []
-    for start, stop, visible in _rows.get():
-        q, k, v = query[:, :, start:stop], key[:, :, start:stop], value[:, :, start:stop]
-        mask = None if visible is None else visible[None, None]
-        parts.append(sdpa_attention_forward(module, q, k, v, mask, **options)[0])
+    for start, stop, way in _rows.get():
+        q, k, v = (x[:, :, start:stop] for x in (query, key, value))
+        if isinstance(way, tuple):
+            places, origins = way
+            q, k, v = (_lines(x, places) for x in (q, k, v))
+            lines = sdpa_attention_forward(module, q, k, v, None, **options)[0]
+            parts.append(lines.flatten(0, 1).index_select(0, origins)[None])
+        else:
+            parts.append(sdpa_attention_forward(module, q, k, v, way, **options)[0])
     return torch.cat(parts, dim=1), None
 
 
+def _lines(x: Tensor, places: Tensor) -> Tensor:
+    """[S, heads, M, head size] of a row [1, heads, L, head size]."""
+    by_token = x[0].transpose(0, 1).index_select(0, places.flatten())
+    return by_token.view(*places.shape, *by_token.shape[1:]).transpose(1, 2)
+
+
+def _way(row: Row, device: torch.device) -> Tensor | tuple[Tensor, Tensor] | None:
+    """Its mask [1, 1, L, L], or what makes its lines, or None."""
+    match row.attention:
+        case None:
+            return None
+        case Lines(places, origins):
+            return torch.from_numpy(places).to(device), torch.from_numpy(origins).to(device)
+        case visible:
+            return torch.from_numpy(visible).to(device)[None, None]
+
+
 # Not every model hands keywords down to its attention.
-_rows: ContextVar[list[tuple[int, int, Tensor | None]]] = ContextVar("rows")
+_rows: ContextVar[list[tuple[int, int, Tensor | tuple[Tensor, Tensor] | None]]] = ContextVar("rows")
 _BY_ROWS = "laminar_rows"
 AttentionInterface.register(_BY_ROWS, _attend_by_rows)
 
