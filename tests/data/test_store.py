@@ -544,6 +544,23 @@ def test_complete_accounts_for_what_is_left(hand: Hand) -> None:
     assert sorted(g for e in dropped for g in e.groups) == [0, 1]
 
 
+def test_a_cut_that_a_shorter_resume_leaves_is_made_again_by_a_longer_one(
+    hand: Hand, tmp_path: Path, settings: Settings
+) -> None:
+    """Fault 10: killed with batch 1 cut, resumed to train batch 0 only, and then resumed to go on."""
+    hand.make(4)
+    assert hand.store.next_batch(0) is not None and hand.store.next_batch(1) is not None
+    hand.train(0)
+    apply(hand.store, [Complete("")])
+    assert states(hand.store) == {0: "trained", 1: "trained", 2: "dropped", 3: "dropped"}
+    assert hand.store.db.execute("SELECT batch FROM cuts").fetchall() == [(0,)]
+    hand.store.close()
+    again = Hand(open_store(tmp_path, settings), incarnation=9)
+    again.make(2, V1)
+    assert [group for group, _, _ in again.train(1).ids] == [4, 4, 5, 5]
+    assert again.store.accounts.update == 2
+
+
 def test_metric_files_are_rebuilt(hand: Hand, tmp_path: Path, settings: Settings) -> None:
     """Fault 38: a torn or short file says again what the database says, and steps go on without a gap."""
     path = tmp_path / "metrics.jsonl"

@@ -605,22 +605,30 @@ class Accounts:
 
         A later cut that stands goes on standing. False if there is no such cut.
         """
+        num_groups = self._withdraw_cut(update, "trainer_error")
+        if num_groups is None:
+            return False
+        self.given_up.add(update)
+        self.events.append(CutGivenUp(update, num_groups))
+        return True
+
+    def _withdraw_cut(self, update: int, reason: str) -> int | None:
+        """As if it had not been made, but that its groups are dropped. How many; None if there is no such cut."""
         cuts = [c for c in self.cuts.values() if c.update == update]
         if not cuts:
-            return False
+            return None
         for cut in cuts:
             del self.cuts[cut.update, cut.part]
             self.cut_groups -= len(cut.groups)
             for group_id in cut.groups:
-                self.drop_group(self.groups[group_id], "trainer_error")
+                self.drop_group(self.groups[group_id], reason)
         if update < self.update:
             self.ahead.update(range(update + 1, self.update))
             self.update = update
+        self.ahead.discard(update)
         self.part = 0
-        self.given_up.add(update)
         self._num_missing = 0
-        self.events.append(CutGivenUp(update, sum(len(c.groups) for c in cuts)))
-        return True
+        return sum(len(c.groups) for c in cuts)
 
     @property
     def over(self) -> bool:
@@ -648,7 +656,13 @@ class Accounts:
         return groups
 
     def complete(self) -> None:
-        """The run is over as planned: what is left has nothing to wait for."""
+        """The run is over as planned: what is left has nothing to wait for.
+
+        That may be a cut, of a run that was to go on for longer before it was resumed. If it is resumed once more to go
+        on, that batch is cut again.
+        """
+        for update in sorted({update for update, _ in self.cuts}, reverse=True):
+            self._withdraw_cut(update, "run_ended")
         for group in list(self.groups.values()):
             if group.state not in ledger.TERMINAL:
                 self.drop_group(group, "run_ended")

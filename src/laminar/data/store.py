@@ -255,6 +255,7 @@ class DataStore:
                 self.accounts.note_deaths(deaths)
             case Complete():
                 self.accounts.complete()
+                self.db.execute("DELETE FROM cuts WHERE NOT trained")
 
     def events(self, after: int) -> StoreEvents:
         """Outbox rows with numbers above `after`; those up to `after` have been seen and are deleted."""

@@ -244,6 +244,7 @@ class Store(Life):
             case NoteDeaths(deaths=deaths):
                 accounts.note_deaths(deaths)
             case Complete():
+                self.cuts = {key: cut for key, cut in self.cuts.items() if key not in accounts.cuts}
                 accounts.complete()
             case Stop():
                 self.told_to_stop = True
