@@ -83,9 +83,11 @@ def test_changes_are_combined_and_the_first_of_a_kind_counts() -> None:
     assert combined(BASE, []) == [BASE]
 
 
-def test_a_limit_on_staleness_is_kept_and_costs_speed(found: Found) -> None:
-    fresh = search(TOY, [], 8, staleness=1.0, workers=1).best.report
-    assert fresh.staleness_use.mean <= 1.0
+@pytest.mark.parametrize("staleness", [1.0, 1.5])
+def test_a_limit_on_staleness_is_kept_and_costs_speed(found: Found, staleness: float) -> None:
+    """With 1.5 there are plans that are fresh enough in short simulations only: others are looked for."""
+    fresh = search(TOY, [], 8, staleness=staleness, workers=1).best.report
+    assert fresh.staleness_use.mean <= staleness
     assert fresh.throughput_tok_s < found.best.report.throughput_tok_s
 
 
