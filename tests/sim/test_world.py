@@ -85,6 +85,17 @@ def test_broadcast_and_load_come_before_the_next_wave() -> None:
     assert iterations_s(ended(plan)) == pytest.approx([parts] * 6)
 
 
+@pytest.mark.parametrize("schedule", ["sync", "laminar"])
+def test_a_replica_that_is_late_is_waited_for_by_a_wave_alone(schedule: str) -> None:
+    late_s = (0.0, 2.5)
+    world = ended(by_hand(schedule, replicas=2, late_s=late_s))
+    share = B * SIZE // (2 if schedule == "sync" else 1)
+    began = max(late_s) if schedule == "sync" else EQUAL.publish_s()
+    parts = EQUAL.load_s() + generation_s(sequences=share) + training_s() + EQUAL.publish_s()
+    assert world.marks[1].time == pytest.approx(began + parts)
+    assert world.replicas["replica-1"].decoder.decoded_tokens > 0
+
+
 def test_rewards_delay_a_batch() -> None:
     plain = iterations_s(ended(by_hand("sync")))
     late = iterations_s(ended(by_hand("sync", replace(EQUAL, reward_s=3.0))))

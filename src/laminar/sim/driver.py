@@ -50,7 +50,7 @@ class Driver:
         self._start("trainer", "trainer", term)
         self._start("relay", "relay-0", term)
         for i in range(self._plan.replicas):
-            self._start("replica", f"replica-{i}", term)
+            self._start("replica", f"replica-{i}", term, self._plan.late_s[i] if self._plan.late_s else 0.0)
 
     def seen(self) -> tuple[ProcessSeen, ...]:
         """What is known of all processes."""
@@ -143,9 +143,16 @@ class Driver:
         for process in world.processes():
             process.from_driver.send(lambda p=process: p.meet(world.manager))  # type: ignore[misc]
 
-    def _start(self, role: str, id_: str, incarnation: int) -> None:
-        world = self._world
+    def _start(self, role: str, id_: str, incarnation: int, late_s: float = 0.0) -> None:
+        """`late_s`: how long it takes from its start to its first word."""
         self.tell(ProcessStarted(role, id_, incarnation))
+        if late_s:
+            self._world.kernel.after(late_s, lambda: self._create(role, id_, incarnation))
+        else:
+            self._create(role, id_, incarnation)
+
+    def _create(self, role: str, id_: str, incarnation: int) -> None:
+        world = self._world
         number = int(id_.rpartition("-")[2]) if role in ("replica", "relay") else 0
         match role:
             case "replica":

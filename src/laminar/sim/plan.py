@@ -57,6 +57,8 @@ class Plan:
     profile: Profile
     seed: int = 0
     replicas: int = 1
+    late_s: tuple[float, ...] = ()
+    """By replica: how much later than everything else it is there; none: not at all."""
     replicas_per_machine: int = 1
     train_gpus: int = 1
     one_machine: bool = False

@@ -49,9 +49,10 @@ class Mark:
 class World:
     """One run. `records` are the manager's, if wanted; `after_commit` is called after each transaction of the store."""
 
-    def __init__(self, plan: Plan, record: bool = False) -> None:
+    def __init__(self, plan: Plan, record: bool = False, random: Random | None = None) -> None:
+        """`random`: for what is drawn of messages, which does not go by key; None: from the seed of the plan."""
         self.plan, self.settings = plan, plan.settings
-        self.kernel, self.random = Kernel(), Random(plan.seed)
+        self.kernel, self.random = Kernel(), random or Random(plan.seed)
         self.records: list[Record] | None = [] if record else None
         self.after_commit: list[Callable[[], None]] = []
         self.marks: list[Mark] = []
