@@ -38,7 +38,7 @@ def check(out: Path, model: PreTrainedModel, start_folder: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(out)
     ids = torch.arange(20).unsqueeze(0)
     with torch.no_grad():
-        assert torch.equal(loaded(ids).logits, model(ids).logits)
+        torch.testing.assert_close(loaded(ids).logits, model(ids).logits)  # the trainer's products round otherwise
     for (name, mine), (_, theirs) in zip(loaded.named_parameters(), model.named_parameters(), strict=True):
         assert torch.equal(mine, theirs), name
     tokenizer = AutoTokenizer.from_pretrained(out)

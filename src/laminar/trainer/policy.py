@@ -19,8 +19,10 @@ from laminar.trainer.packing import Layout, Lines, Row
 
 Dtype = Literal["fp32", "bf16"]
 
+CHUNK_TOKENS = 1024
+"""Tokens that the head is applied to at once: with a small vocabulary, their logits stay in the cache of a CPU."""
 CHUNK_LOGITS = 2**25
-"""Logits held at once."""
+"""Logits held at once, which a large vocabulary would make too many."""
 
 
 def load_model(path: Path, allow_pickle: bool = False) -> PreTrainedModel:
@@ -96,8 +98,8 @@ def predicting_states(model: PreTrainedModel, layout: Layout) -> Tensor:
 
 
 def chunk_tokens(model: PreTrainedModel) -> int:
-    """How many tokens the head may be applied to at once: beyond that, their logits fill the memory."""
-    return max(1, CHUNK_LOGITS // int(model.config.vocab_size))
+    """How many tokens the head is applied to at once."""
+    return max(1, min(CHUNK_TOKENS, CHUNK_LOGITS // int(model.config.vocab_size)))
 
 
 def head_logprobs(model: PreTrainedModel, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from laminar.config import Config
 from laminar.trainer import packing
 from laminar.trainer.advantage import UserAdvantage, group_advantages, reward_statistics
+from laminar.trainer.linear import with_one_dnn
 from laminar.trainer.loss import LossSettings, TokenLoss, UserLoss, decoupled_ppo, policy_loss, token_weights
 from laminar.trainer.packing import Layout, Samples
 from laminar.trainer.policy import (
@@ -62,8 +63,12 @@ class TrainState:
         user_advantage = None if train.advantage is None else UserAdvantage.load(train.advantage)
         token_loss = decoupled_ppo if train.loss is None else UserLoss.load(train.loss)
         path, allow_pickle = config.model_path, config.model.allow_pickle
-        model = load_model(path, allow_pickle)
-        reference = load_model(path, allow_pickle).requires_grad_(False) if config.train.kl_loss_coef > 0 else None
+
+        def load() -> PreTrainedModel:
+            return with_one_dnn(load_model(path, allow_pickle))
+
+        model = load()
+        reference = load().requires_grad_(False) if train.kl_loss_coef > 0 else None
         optimizer = make_optimizer(model, config)
         return cls(model, optimizer, reference, user_advantage=user_advantage, token_loss=token_loss)
 
