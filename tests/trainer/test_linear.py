@@ -9,7 +9,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from laminar.trainer import linear
 from laminar.trainer.linear import OneDnnLinear, with_one_dnn
+
+
+@pytest.fixture(autouse=True)
+def _every_product_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "PAYS_FROM", 0)
 
 
 def results(layer: nn.Module, input: Tensor, towards: Tensor) -> list[Tensor]:
@@ -54,6 +60,14 @@ def test_autocast_and_other_dtypes_are_torch_s_own() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(ours(input), plain(input)) and ours(input).dtype == torch.bfloat16
     assert torch.equal(ours.double()(input.double()), plain.double()(input.double()))
+
+
+def test_small_products_are_torch_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = nn.Linear(24, 40)
+    ours, input = with_one_dnn(nn.Sequential(deepcopy(plain))), torch.randn(3, 24, requires_grad=True)
+    for bound, node in ((3 * 24 * 40, "_LinearBackward"), (3 * 24 * 40 + 1, "AddmmBackward0")):
+        monkeypatch.setattr(linear, "PAYS_FROM", bound)
+        assert ours(input).grad_fn.name() == node
 
 
 def test_a_model_keeps_its_weights_and_its_ties(model: PreTrainedModel) -> None:

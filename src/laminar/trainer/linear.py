@@ -15,12 +15,16 @@ from torch.nn import functional
 
 Model = TypeVar("Model", bound=nn.Module)
 
+PAYS_FROM = 10**8
+"""Multiplications of a product. For each new number of rows oneDNN makes code, which takes up to a millisecond."""
+
 
 class OneDnnLinear(nn.Linear):
-    """The same layer, with the same result but for rounding. Other devices and dtypes are left to torch."""
+    """The same layer, with the same result but for rounding. Small products and other dtypes are left to torch."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if torch.is_autocast_enabled("cpu") or not _takes(input) or not _takes(self.weight):
+        pays = input.numel() * self.out_features >= PAYS_FROM
+        if not pays or torch.is_autocast_enabled("cpu") or not _takes(input) or not _takes(self.weight):
             return functional.linear(input, self.weight, self.bias)
         apply: Callable[[Tensor, Tensor, Tensor | None], Tensor] = _Linear.apply
         return apply(input, self.weight, self.bias)
