@@ -146,7 +146,7 @@ def _hidden(model: PreTrainedModel, layout: Layout) -> Tensor:
 @contextmanager
 def _attention_by_rows(model: PreTrainedModel, rows: Sequence[Row]) -> Iterator[None]:
     """Forward passes in the block are of a packed sequence: each row sees itself only."""
-    token = _rows.set([(row.start, row.stop, _way(row, model.device)) for row in rows])
+    token = _rows.set([(row.stop - row.start, _way(row, model.device)) for row in rows])
     model.config._attn_implementation = _BY_ROWS
     try:
         yield
@@ -159,9 +159,9 @@ def _attend_by_rows(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **options: Any
 ) -> tuple[Tensor, None]:
     """[1, L, heads, head size] of query, key, value [1, heads, L, head size], in the form that transformers calls."""
+    lengths, ways = zip(*_rows.get(), strict=True)
     parts = []
-    for start, stop, way in _rows.get():
-        q, k, v = (x[:, :, start:stop] for x in (query, key, value))
+    for q, k, v, way in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), ways, strict=True):
         if isinstance(way, tuple):
             places, origins = way
             q, k, v = (_lines(x, places) for x in (q, k, v))
@@ -190,7 +190,8 @@ def _way(row: Row, device: torch.device) -> Tensor | tuple[Tensor, Tensor] | Non
 
 
 # Not every model hands keywords down to its attention.
-_rows: ContextVar[list[tuple[int, int, Tensor | tuple[Tensor, Tensor] | None]]] = ContextVar("rows")
+_rows: ContextVar[list[tuple[int, Tensor | tuple[Tensor, Tensor] | None]]] = ContextVar("rows")
+"""Length of each row and how it is attended to."""
 _BY_ROWS = "laminar_rows"
 AttentionInterface.register(_BY_ROWS, _attend_by_rows)
 
