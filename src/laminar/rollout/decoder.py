@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from laminar.rollout.attention import Attention, HeadNorm, LayerAttention, Step, TorchAttention
 from laminar.rollout.kernels import MIN_LINEAR_ROWS, LayerNorm, Linear, Norm, RmsNorm, Rotary
@@ -250,8 +250,13 @@ class LlamaDecoder(Decoder):
         return F.embedding(ids, self._parameters[self._embedding_name])
 
     def _rotary(self) -> Rotary:
-        embedding = LlamaRotaryEmbedding(self._config)
-        return Rotary(embedding.inv_freq.to(self._device), embedding.attention_scaling, self._dtype)
+        rope = self._config.rope_parameters
+        if rope["rope_type"] == "default":
+            share = torch.arange(0, self._head_dim, 2, dtype=torch.float32) / self._head_dim
+            frequencies, scaling = 1.0 / rope["rope_theta"] ** share, 1.0
+        else:
+            frequencies, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](self._config)
+        return Rotary(frequencies.to(self._device), scaling, self._dtype)
 
 
 class Gpt2Decoder(Decoder):

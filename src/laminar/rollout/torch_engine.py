@@ -30,7 +30,6 @@ from laminar.golden import golden_ids
 from laminar.rollout import native
 from laminar.rollout.decoder import Gpt2Decoder, LlamaDecoder
 from laminar.rollout.engine import FloatArray, Progress, Request, WeightSource
-from laminar.rollout.fallback import FallbackDecoder
 from laminar.rollout.families import is_fast, supports
 from laminar.rollout.native import Native
 from laminar.rollout.runner import Runner
@@ -298,6 +297,8 @@ def build_runner(model_path: Path, dtype: torch.dtype, device: str, exact: bool,
         raise ModelError(reason, where=str(model_path))
     config = AutoConfig.from_pretrained(model_path)
     if not is_fast(raw):
+        from laminar.rollout.fallback import FallbackDecoder  # with all models of transformers, which takes a second
+
         return FallbackDecoder(config, dtype, device, exact)
     family = Gpt2Decoder if raw["model_type"] == "gpt2" else LlamaDecoder
     return family(config, dtype, device, kernels)
