@@ -14,6 +14,7 @@ from laminar.config import Config
 from laminar.data import schema
 from laminar.errors import ConfigError
 from laminar.run_folder import RunFolder
+from laminar.runtime import launch
 from laminar.timing import load_profile
 from tests.runtime.conftest import TOY, Run
 
@@ -48,6 +49,15 @@ def test_a_run_has_the_lengths_of_its_profile_and_goes_on_where_it_was(run: Run)
     assert all(length == profile.response_length(0, group, index) for group, index, length in lengths)
     with pytest.raises(ConfigError, match="has no model to export"):
         reports.export(outcome.folder, None, None)
+
+
+def test_ray_starts_nothing_that_is_not_used(shared_ray: None) -> None:
+    from ray._private import node, worker
+
+    assert {"gcs_server", "raylet"} <= worker._global_node.all_processes.keys()
+    assert not {"monitor", "log_monitor", "dashboard"} & worker._global_node.all_processes.keys()
+    for name in launch.NOT_NEEDED:
+        assert getattr(node.Node, name).__qualname__ == f"Node.{name}", "a Ray of the user's own gets what it wants"
 
 
 RAY_FIRST = f"""

@@ -28,6 +28,8 @@ from laminar.types import ALLOCATOR
 INTERRUPTED = 130
 OBJECT_STORE_BYTES = 256 * 2**20
 """Batches pass through it; weights do not."""
+NOT_NEEDED = ("start_monitor", "start_log_monitor", "start_api_server")
+"""What Ray starts besides: to add machines, to bring logs to the driver, and for its dashboard. It is not used."""
 LONGEST_PLACE = 22
 """Bytes of the folder in which Ray makes a session folder, and in that sockets, with names of its own."""
 
@@ -227,15 +229,16 @@ def local_ray(tag: str, folders: Sequence[Path]) -> Iterator[None]:
 
         _read_environment(ray)
         try:
-            ray.init(
-                num_cpus=os.cpu_count(),
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                object_store_memory=OBJECT_STORE_BYTES,
-                namespace="laminar",
-                _temp_dir=str(session),
-            )
+            with _without(ray._private.node.Node, NOT_NEEDED):
+                ray.init(
+                    num_cpus=os.cpu_count(),
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    namespace="laminar",
+                    _temp_dir=str(session),
+                )
             _silence(ray)
             yield
         finally:
@@ -256,6 +259,19 @@ def _read_environment(ray: ModuleType) -> None:
 def _silence(ray: ModuleType) -> None:
     """Ray prints a paragraph on stdout for each process that dies. We say it in a line, and keep details in logs/."""
     ray._private.worker.print_to_stdstream = lambda data, ignore_prefix: None
+
+
+@contextmanager
+def _without(kind: type, methods: Sequence[str]) -> Iterator[None]:
+    """In the block these methods do nothing; those that are not there are not missed."""
+    before = {name: getattr(kind, name) for name in methods if hasattr(kind, name)}
+    for name in before:
+        setattr(kind, name, lambda self, *arguments, **options: None)
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(kind, name, method)
 
 
 @contextmanager
