@@ -38,11 +38,11 @@ CONFIGS = {1: "one_replica.toml", 8: "eight_replicas.toml"}
 """By number of replicas."""
 SCHEDULES = {"sync": 4, "one_step": 5, "stream": 5, "partial": 15, "laminar": 15}
 """With the iterations of eight replicas: as many as take about half a minute."""
+DRAWS = 20
+"""Histories that the simulator gives of a run of many replicas; two of them may be 0.15 apart."""
 MAX_RATIO_ERROR = 0.1
 MAX_VARIATION = 0.05
-"""Of the nearest of so many histories; a single one may be 0.15 from another of the same config."""
-DRAWS = 20
-"""Simulations of one run of many replicas."""
+"""From the nearest of them"""
 WARM_UP = 2
 """Iterations that are not timed."""
 
