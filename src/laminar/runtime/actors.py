@@ -60,6 +60,12 @@ class Actor:
     def pid(self) -> int:
         return os.getpid()
 
+    def leave(self) -> None:
+        """Exit at once: Ray's own way takes a second. Nobody hears an answer."""
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(0)
+
     def limit_threads(self) -> None:
         """As many compute threads as configured: more than there are cores stall each other."""
         import torch

@@ -179,9 +179,9 @@ def kill(actor: Any) -> None:
     ray.kill(actor)
 
 
-def end(actor: Any) -> None:
-    """Ask the process to exit in order. To be followed by a look whether it did."""
-    actor.__ray_terminate__.remote()
+def leave(actor: Any) -> None:
+    """Ask the process to exit. To be followed by a look whether it did."""
+    actor.leave.remote()
 
 
 def wait_for(reference: Any, interrupted: threading.Event) -> Any:

@@ -33,8 +33,10 @@ STOP_WITHIN_S = 5.0
 """After this long a process that was told to stop is killed."""
 STACKS_WITHIN_S = 3.0
 """A process that was asked for its stacks gets this long to write them."""
-EXIT_WITHIN_S = 1.0
-"""After its body has returned a process gets this long to exit."""
+LEAVE_WITHIN_S = 1.0
+"""A process that was asked to leave gets this long to be gone."""
+NOT_WAITED_FOR = ("manager", "relay")
+"""Roles that need not return to be let go: others still call the one, and all that the other has lies in the slots."""
 
 
 @dataclass(slots=True)
@@ -230,14 +232,15 @@ class Supervisor:
             log.write(f"{process.role} {process.id} (pid {process.pid}) failed:\n{text}\n\n")
 
     def stop(self) -> None:
-        """Give who was told to stop STOP_WITHIN_S to return, the manager apart, which ends last; then kill.
+        """Give who was told to stop STOP_WITHIN_S to return; let go who has, and who need not; then kill the others.
 
         What has been acknowledged is durable, however a process ends.
         """
         self._coming.clear()
         deadline = time.monotonic() + (STOP_WITHIN_S if self.told_to_stop else 0.0)
         while time.monotonic() < deadline:
-            waiting = [p.body for p in self.processes if p.body is not None and not p.ended and p.role != "manager"]
+            running = [p for p in self.processes if not p.ended and p.role not in NOT_WAITED_FOR]
+            waiting = [p.body for p in running if p.body is not None]
             if not waiting:
                 break
             self.news(handles.wait_for_any(waiting, timeout_s=0.2))
@@ -245,9 +248,9 @@ class Supervisor:
             if process.role == "datastore" and process.ended:
                 handles.close_store(process.actor)
         for process in self.processes:
-            if process.ended or process.role == "manager":
-                handles.end(process.actor)
-        deadline = min(deadline, time.monotonic() + EXIT_WITHIN_S)
+            if process.ended or process.role in NOT_WAITED_FOR:
+                handles.leave(process.actor)
+        deadline = min(deadline, time.monotonic() + LEAVE_WITHIN_S)
         pids = [p.pid for p in self.processes if p.pid]
         while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
             time.sleep(0.02)
