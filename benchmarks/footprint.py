@@ -3,6 +3,7 @@
 Exits with 1 if the manager and the data store together take more than 30 % of a core, if the memory of a process grows
 by more than a tenth after the warm-up, or if there are more weight slots than the config allows. Of its memory counts
 the median of each half of the time: a process that now and then holds two batches does not grow, one that leaks does.
+Shared memory is left out: it has bounds of its own, and a process only comes to touch more and more of it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 class Seen:
     """One process, look by look."""
 
-    rss_mb: list[float] = field(default_factory=list)
+    memory_mb: list[float] = field(default_factory=list)
+    """Resident, without what it shares."""
     cpu_s: list[float] = field(default_factory=list)
     at: list[float] = field(default_factory=list)
 
@@ -45,9 +47,14 @@ class Seen:
             stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         except OSError:
             return
-        self.rss_mb.append(int(status.partition("VmRSS:")[2].split()[0]) / 1024 if "VmRSS:" in status else 0.0)
+        self.memory_mb.append((_kilobytes(status, "VmRSS") - _kilobytes(status, "RssShmem")) / 1024)
         self.cpu_s.append((int(stat[11]) + int(stat[12])) / _TICKS)
         self.at.append(time.monotonic())
+
+
+def _kilobytes(status: str, name: str) -> int:
+    """What /proc/PID/status says; 0 of a process that has just ended."""
+    return int(status.partition(f"{name}:")[2].split()[0]) if f"{name}:" in status else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +62,14 @@ class Row:
     process: str
     cpu: float
     """Share of a core after the warm-up."""
-    rss_mb_begin: float
+    memory_mb_begin: float
     """Median of the first half after the warm-up."""
-    rss_mb_end: float
+    memory_mb_end: float
     """Median of the second half."""
 
     @property
     def grows(self) -> bool:
-        return self.rss_mb_end > MAX_GROWTH * self.rss_mb_begin
+        return self.memory_mb_end > MAX_GROWTH * self.memory_mb_begin
 
 
 def main() -> int:
@@ -108,17 +115,17 @@ def watch(run: RunFolder, config: Path, overrides: list[str], look_every_s: floa
 
 def row_of(name: str, seen: Seen) -> Row:
     first = int(len(seen.at) * WARM_UP)
-    rss = seen.rss_mb[first:-1]
-    half = len(rss) // 2
+    memory = seen.memory_mb[first:-1]
+    half = len(memory) // 2
     cpu = (seen.cpu_s[-1] - seen.cpu_s[first]) / (seen.at[-1] - seen.at[first])
-    return Row(name, cpu, median(rss[:half]), median(rss[half:]))
+    return Row(name, cpu, median(memory[:half]), median(memory[half:]))
 
 
-HEADER = "process          CPU   median RSS, first half   second half"
+HEADER = "process          CPU   memory, first half   second half"
 
 
 def as_text(row: Row) -> str:
-    line = f"{row.process:12} {row.cpu:7.1%} {row.rss_mb_begin:19.0f} MB {row.rss_mb_end:12.0f} MB"
+    line = f"{row.process:12} {row.cpu:7.1%} {row.memory_mb_begin:15.0f} MB {row.memory_mb_end:12.0f} MB"
     return f"{line}  grows" if row.grows else line
 
 

@@ -42,7 +42,7 @@ def test_failover() -> None:
 def test_footprint() -> None:
     rows = measured("footprint", *TOY, "iterations=16", "--look-every", "0.1")["footprint"]
     assert {"manager", "datastore", "trainer"} <= {row["process"] for row in rows}
-    assert all(row["rss_mb_end"] > 0 for row in rows) and any(row["cpu"] > 0 for row in rows)
+    assert all(row["memory_mb_end"] > 0 for row in rows) and any(row["cpu"] > 0 for row in rows)
 
 
 def test_speedup(tmp_path: Path) -> None:
